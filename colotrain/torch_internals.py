@@ -91,6 +91,32 @@ def call_instead_(module: nn.Module, act: Callable[..., Any] | None) -> None:
     module._compiled_call_impl = act
 
 
+def uncompiled_(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return the model without torch.compile on it or on modules in it, and whether there was any.
+
+    A compiled module has another around it, which adds `_orig_mod` to the names of parameters.
+    """
+    whole = _within(model)
+    found = whole is not model
+    for module in list(whole.modules()):
+        for name, child in module.named_children():
+            if _within(child) is not child:
+                module._modules[name] = _within(child)
+                found = True
+    for module in whole.modules():
+        if module._compiled_call_impl is not None:
+            call_instead_(module, None)
+            found = True
+    return whole, found
+
+
+def _within(module: Any) -> Any:
+    """The module that torch.compile has put another around; its class would load the compiler."""
+    while type(module).__name__ == "OptimizedModule":
+        module = module._orig_mod
+    return module
+
+
 def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
     """Return the hooks of `register_hook`."""
     hooks: Mapping[int, Callable[..., Any]] = tensor._backward_hooks or {}

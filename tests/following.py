@@ -17,7 +17,8 @@ line that none of them covers is an error:
 6. *Schedulers.* Their commands are stand-ins; SLURM's take every job, and tests/slurm has the real
    ones.
 7. *Records.* A block of JSON is the file that the command after it names.
-8. *Installing.* `pip` and `make` are not run; `make run` is the `colotrain run` that it stands for.
+8. *Models.* `my-model` is a small Llama with a tokenizer of bytes.
+9. *Installing.* `pip` and `make` are not run; `make run` is the `colotrain run` that it stands for.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.dist.hf import make_chat_directory
 from tests.pages import ROOT, Block, blocks, words
 from tests.running import Colotrain, wait_for_step
 
@@ -80,6 +82,8 @@ class Follower:
         found = blocks(self.page)
         shown = [line for block in found for line in block.lines]
         self._put_runs(shown)
+        if any("hf: my-model" in block.body for block in found):
+            make_chat_directory(self.colotrain.cwd / "my-model")
         if not any(line.startswith("colotrain submit ") for line in shown):
             write_small_recipes(self.colotrain.cwd)
         for index, block in enumerate(found):

@@ -20,6 +20,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Force = Annotated[
     bool, typer.Option("--force", help="Run a plan even if it does not fit in memory.")
 ]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Read it with transformers, compare losses and logits, write receipt.json; "
+        "exit code 4 where it differs. Also of a directory that is there.",
+    ),
+]
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run code that is named in a run directory of another user."),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from colotrain.config.sizes import parse_size
 from colotrain.errors import UsageError, suggest
 from colotrain.events.liveness import find
+from colotrain.rundir import RunDir
 from colotrain.runs import trust
 from colotrain.runs.fetching import PLANS, fetch_if_address
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.progress import preparation
+from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.quantities import format_size
 
 if TYPE_CHECKING:
@@ -32,10 +34,18 @@ def export(
     adapter_only: bool,
     dtype: str,
     shard_size: str,
+    check: bool = False,
     as_json: bool,
     trust_code: bool = False,
 ) -> int:
-    """Write the model of a run's checkpoint to the directory `to`, and print what was written."""
+    """Write the model of a run's checkpoint to the directory `to`, and print what was written.
+
+    With `check` the directory is read again as its users read it, also one that is there already.
+    """
+    if check and not to and run is not None:
+        return recheck(Path(run), as_json=as_json)
+    if not to:
+        raise UsageError("export: expected --to DIR", "name a new directory")
     rundir = find(fetch_if_address(run, wanted=PLANS, checkpoint=True, step=step))
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
@@ -43,9 +53,13 @@ def export(
     if dtype and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
-    trust.check(rundir, rundir.plan(), trusted=trust_code, only={"model.target"})
+    code = {"model.target", "train.loss", "data.target", "data.collate"}
+    trust.check(rundir, rundir.plan(), trusted=trust_code, only=code if check else {"model.target"})
     from colotrain.export.job import Choice
     from colotrain.export.write import export as write
+
+    if check and Path(to).is_dir() and any(Path(to).iterdir()):
+        return _check(rundir, Path(to), step=step, as_json=as_json, done=None)
 
     choice = Choice(
         step=step,
@@ -56,11 +70,63 @@ def export(
     )
     with preparation(stderr_console()) as progress:
         done = write(rundir, Path(to), choice, progress=progress)
+    if not as_json:
+        _show(done)
+    if check:
+        return _check(rundir, Path(to), step=done.step, as_json=as_json, done=done)
     if as_json:
         print_json(asdict(done))
-    else:
-        _show(done)
-    return 0
+    return DONE
+
+
+def recheck(folder: Path, *, as_json: bool) -> int:
+    """Check an exported directory by its receipt: with its run where that is there, else alone."""
+    from colotrain.export.check import read_receipt
+    from colotrain.export.check import recheck as read_again
+
+    receipt = read_receipt(folder)
+    path = Path(receipt["run"]["path"])
+    if (path / "plan.json").is_file():
+        rundir, step = RunDir(path), int(receipt["run"]["step"])
+        trust.check(rundir, rundir.plan(), trusted=False)
+        return _check(rundir, folder, step=step, as_json=as_json, done=None)
+    return _report(read_again(folder), folder, as_json=as_json, done=None)
+
+
+def _check(
+    rundir: RunDir, folder: Path, *, step: int | None, as_json: bool, done: Exported | None
+) -> int:
+    from colotrain.export.check import RECEIPT, check, read_receipt
+    from colotrain.export.source import choose
+
+    if step is None and (folder / RECEIPT).is_file():
+        step = int(read_receipt(folder)["run"]["step"])
+    checkpoint = choose(rundir, step)
+    repeat = f"colotrain export {folder} --check"
+    return _report(
+        check(rundir, checkpoint, folder, repeat=repeat), folder, as_json=as_json, done=done
+    )
+
+
+def _report(receipt: dict[str, Any], folder: Path, *, as_json: bool, done: Exported | None) -> int:
+    """Print what a check found; returns the exit code."""
+    if as_json:
+        print_json({**(asdict(done) if done is not None else {}), "receipt": receipt})
+        return DONE if receipt["passed"] else UNVERIFIED
+    console, loss, outputs = stdout_console(), receipt["validation_loss"], receipt["outputs"]
+    if loss.get("export") is not None:
+        said = f"validation loss {loss['export']:.6g}, in the run {loss['run']:.6g}"
+        console.print(f"checked: {said}")
+    if outputs["largest_difference"] is not None:
+        said = f"{outputs['kind']} of {outputs['samples']} samples differ by at most"
+        console.print(f"checked: {said} {outputs['largest_difference']:.2g}")
+    for note in receipt["notes"]:
+        console.print(f"note: {note}")
+    for problem in receipt["problems"]:
+        console.print(f"differs: {problem}")
+    verdict = "the export is what was trained" if receipt["passed"] else "the export DIFFERS"
+    console.print(f"{verdict}: {folder / 'receipt.json'}")
+    return DONE if receipt["passed"] else UNVERIFIED
 
 
 def _hint(word: str) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from colotrain.cli import cluster, inputs
 from colotrain.cli.arguments import (
+    Check,
     Force,
     Json,
     Out,
@@ -224,10 +225,9 @@ def export(
     form: Annotated[
         str, typer.Option("--format", help="auto, hf (a Hugging Face directory) or safetensors.")
     ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="fp32, bf16 or fp16; by default model.hf's, else as trained.")
-    ] = "",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16; else model.hf's, or trained.")] = "",
     shard_size: Annotated[str, typer.Option(help="Size limit of a weights file.")] = "5GB",
+    check: Check = False,
     as_json: Json = False,
     trust_code: TrustCode = False,
     out: Out = "",
@@ -235,16 +235,15 @@ def export(
     """Write a checkpoint for transformers, or as safetensors."""
     from colotrain.cli.export import export as write
 
-    if not (to := written_to(to, out)):
-        raise UsageError("export: expected --to DIR", "name a new directory")
     return write(
         name,
-        to=to,
+        to=written_to(to, out),
         step=step,
         form=form,
         adapter_only=not merge,
         dtype=dtype,
         shard_size=shard_size,
+        check=check,
         as_json=as_json,
         trust_code=trust_code,
     )

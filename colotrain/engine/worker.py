@@ -67,7 +67,7 @@ from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
-from colotrain.models.loading import begin_training_, build
+from colotrain.models.loading import COMPILED, WAS_COMPILED, begin_training_, build
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all
 from colotrain.rundir import RunDir
@@ -133,6 +133,8 @@ def prepare(
     train_data, validation_data = open_loaders(plan, rank, rundir)
     model = build(plan.model, seed=seed)
     attach_(model, plan.model)
+    if rank == 0 and hasattr(model, WAS_COMPILED):
+        events.write(Note(text=COMPILED))
     if rank == 0:
         size, evaluates = plan.batch.global_batch, bool(plan.train.eval_steps)
         told = notes_of(train_data.samples, plan.data, global_batch=size, evaluates=evaluates)

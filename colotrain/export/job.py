@@ -18,6 +18,8 @@ from colotrain.export.stream import Entry, write_files
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.spec.plan import ModelPlan, RunPlan
 
+OWN_CONFIG = "colotrain.json"
+"""File about weights that transformers has no architecture for."""
 SHARD_BYTES = 5 * 10**9
 DTYPES = {
     "float32": torch.float32,

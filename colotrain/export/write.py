@@ -14,6 +14,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.export import llama
 from colotrain.export.adapter import write_peft
 from colotrain.export.job import (
+    OWN_CONFIG,
     Choice,
     Job,
     Progress,
@@ -32,8 +33,6 @@ from colotrain.export.values import whole_entries
 from colotrain.models import huggingface
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import ModelPlan
-
-OWN_CONFIG = "colotrain.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

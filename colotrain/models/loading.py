@@ -25,7 +25,7 @@ from colotrain.models.initialising import initialise_
 from colotrain.models.llm import LLM
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import ModelPlan
-from colotrain.torch_internals import storage_id
+from colotrain.torch_internals import storage_id, uncompiled_
 
 INIT_WEIGHTS = "init_weights"
 """Method of a model that sets its parameters."""
@@ -33,6 +33,12 @@ RESTORED = frozenset({INIT_WEIGHTS, "reset_parameters", "_reset_parameters"})
 """Methods whose values a constructor may set, as `init_weights()` sets them again."""
 _INIT_CALLED = "_colotrain_init_called"
 """Attribute of a model without values: whether its target has called `init_weights()`."""
+WAS_COMPILED = "_colotrain_was_compiled"
+"""Attribute of a model that the user's code compiled."""
+COMPILED = (
+    "torch.compile on the model, or on modules in it, is taken off: parameters keep their names; "
+    "train.compile=true compiles each block"
+)
 
 
 def build(plan: ModelPlan, *, seed: int) -> nn.Module:
@@ -318,6 +324,9 @@ def _call_target(plan: ModelPlan) -> nn.Module:
             f"got {type(model).__name__}",
             "return the module",
         )
+    model, was_compiled = uncompiled_(model)
+    if was_compiled:
+        model.__dict__[WAS_COMPILED] = True
     return model
 
 

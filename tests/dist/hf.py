@@ -58,6 +58,51 @@ def make_directory(kind: str, folder: Path, **llama: int) -> Path:
     return folder
 
 
+def add_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with the tokens of ChatML, and an end of text that is another."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocab = {text: number for number, text in enumerate([*letters, *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    fast.save_pretrained(folder)
+
+
+def make_chat_directory(folder: Path, kind: str = "llama", **more: Any) -> Path:
+    """A small model of 288 tokens, with its tokenizer."""
+    import transformers
+
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {
+        "vocab_size": 288,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
+    dtype = more.pop("dtype", torch.float32)
+    config = transformers.AutoConfig.for_model(kind, **sizes | more)
+    task = more.get("architecture", "CausalLM")
+    model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
+    model.to(dtype).save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
 def plain(folder: Path) -> Any:
     """What transformers loads."""
     import transformers

@@ -16,7 +16,7 @@ PAGES_TO_FOLLOW = [
     if any(block.lines or (block.language == "python") for block in blocks(page))
     and page.name != "finetuning.md"  # test_finetuning_page.py follows it, and looks further
 ]
-NEEDS = {"pictures.md": "matplotlib", "data.md": "transformers"}
+NEEDS = {"README.md": "transformers", "pictures.md": "matplotlib", "data.md": "transformers"}
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = "errors records dotted rundir parent_process host connections"
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
-EXTRAS = "transformers datasets tensorboard wandb mlflow pynvml matplotlib pyarrow jinja2 yaml"
+EXTRAS = "transformers peft datasets tensorboard wandb mlflow pynvml matplotlib pyarrow jinja2 yaml"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,395 @@
+"""Checking an export: what transformers and PEFT compute with it is what the run computed.
+
+`export.reader` computes in a process of its own. Here is what it is asked, what its answer is
+compared with, and the receipt about it beside the weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from colotrain.data.prepare import vocabulary
+from colotrain.data.prepare.template_tokens import trained_template
+from colotrain.data.prepare.tokens import decode, prepare_all
+from colotrain.engine.checkpoint.checkpoint import step_of
+from colotrain.engine.checkpoint.manifest import read_manifest
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.events.kinds import Evaluation
+from colotrain.events.log import event_files, read
+from colotrain.export import llama, reader
+from colotrain.export.job import DTYPES, OWN_CONFIG, write_json
+from colotrain.export.own_outputs import (
+    evaluation_batches,
+    evaluation_loader,
+    first_rows,
+    outputs_of,
+    own_model,
+)
+from colotrain.export.receipt import (
+    RECEIPT,
+    changed_files,
+    code_of,
+    digests,
+    exported_files,
+    read_receipt,
+)
+from colotrain.export.source import CheckpointTensors
+from colotrain.models.adapters import SETTINGS
+from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
+
+NUM_SAMPLES = 4
+"""Samples whose logits are compared."""
+PROBE_LENGTH = 12
+EXACT, ROUNDED = 1e-4, 2e-2
+"""Largest differences, relative to the largest value: in float32, and where a run computed in, or
+an export rounds to, half precision."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Question:
+    """What the reader is asked, and what its answer is to be."""
+
+    request: dict[str, Any]
+    tensors: dict[str, Tensor]
+    outputs: list[Tensor]
+    """The own model's outputs of the samples."""
+    run_loss: Evaluation | None
+    token_ids: list[list[int]]
+    template: str | None
+    notes: list[str]
+
+
+def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dict[str, Any]:
+    """Check an exported directory against its run, and write `receipt.json` into it.
+
+    `repeat` is the command that does so again. Raises `UsageError` for a directory that is no
+    export, or cannot be checked.
+    """
+    plan, kind = rundir.plan(), kind_of(folder)
+    _refuse(plan, kind)
+    question = _ask(rundir, plan, checkpoint, folder, kind)
+    answer, outputs = read_apart(question.request, question.tensors)
+    problems = [*changed_files(folder), *answer["problems"]]
+    exported = exported_files(folder)
+    precise = question.request["dtype"] in ("float32", "float64")
+    computed = plan.train.precision in ("fp32", "fp64")
+    loss = _compare_loss(question, answer, EXACT if precise and computed else ROUNDED)
+    logits = _compare_outputs(question, outputs)
+    problems += [p["problem"] for p in (loss, logits) if p.get("problem")]
+    problems += _compare_tokenizer(question, answer["tokenizer"])
+    tokenizer = {n: v for n, v in answer["tokenizer"].items() if n.endswith("sha256")}
+    receipt = {
+        "schema": 1,
+        "passed": not problems,
+        "problems": problems,
+        "notes": question.notes,
+        "run": {"name": plan.name, "path": str(rundir.path), "step": step_of(checkpoint)},
+        "format": kind,
+        "dtype": question.request["dtype"],
+        "validation_loss": loss,
+        "outputs": logits,
+        "tokenizer": tokenizer,
+        "probe": {
+            "input_ids": question.request["probe"],
+            "logits": answer.get("probe", []),
+            "meaning": "logsumexp and the first 8 logits after the last token",
+        },
+        "data": read_manifest(checkpoint).sources,
+        "code": code_of(rundir, plan),
+        "read_with": answer["versions"],
+        "files": exported or ({} if problems else digests(folder)),
+        "repeat": repeat,
+    }
+    write_json(folder / RECEIPT, receipt)
+    return receipt
+
+
+def recheck(folder: Path) -> dict[str, Any]:
+    """Check a directory by its receipt alone: its files, and the logits after a few tokens.
+
+    Returns the receipt with what was found; nothing is written.
+    """
+    receipt = read_receipt(folder)
+    problems = changed_files(folder)
+    request = _request(folder, str(receipt["format"]), probe=receipt["probe"]["input_ids"])
+    if receipt["probe"]["input_ids"]:
+        answer, _ = read_apart(request, {})
+        problems += answer["problems"]
+        for then, now in zip(receipt["probe"]["logits"], answer.get("probe", []), strict=False):
+            distance = max(abs(a - b) for a, b in zip(then, now, strict=True))
+            if not distance <= EXACT * max(1.0, *map(abs, then)):
+                problems.append(f"the logits after a few tokens differ by {distance:.3g}")
+        told = answer["tokenizer"]
+        problems += [
+            f"the tokenizer's {name} is {told.get(name)}, not {value}"
+            for name, value in receipt["tokenizer"].items()
+            if told.get(name) != value
+        ]
+    return {**receipt, "passed": not problems, "problems": problems}
+
+
+def kind_of(folder: Path) -> str:
+    """hf, peft or own: how an exported directory is loaded."""
+    for name, kind in ((SETTINGS, "peft"), (OWN_CONFIG, "own"), ("config.json", "hf")):
+        if (folder / name).is_file():
+            return kind
+    raise UsageError(f"{folder}: is no export of colotrain", "name one that `export` wrote")
+
+
+def _refuse(plan: RunPlan, kind: str) -> None:
+    if kind == "peft" and plan.model.hf is None:
+        raise UsageError(
+            "--check: the base of the adapter is made by model.target, which PEFT does not load",
+            "check the merged export (leave out --adapter)",
+        )
+    if kind == "own" and plan.model.hf is not None:
+        raise UsageError(
+            "--check: tensors alone are loaded by no program", "check an export of --format hf"
+        )
+    missing = {"hf": ["transformers"], "peft": ["transformers", "peft"], "own": []}[kind]
+    for name in missing:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--check: {name} is not installed", "pip install 'colotrain[hf]'")
+
+
+def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: str) -> _Question:
+    step, notes = step_of(checkpoint), list[str]()
+    request = _request(folder, kind)
+    dtype = written_dtype(folder)
+    request["dtype"] = str(dtype).removeprefix("torch.")
+    loader = evaluation_loader(plan)
+    evaluated = None if loader is None else evaluation_of(rundir, step)
+    request["loss"] = _loss_of(plan, kind, notes)
+    if loader is None:
+        notes.append(
+            "the run has no validation data: only outputs of training samples are compared"
+        )
+    elif evaluated is None:
+        notes.append(f"the run was not evaluated at step {step}: only outputs are compared")
+    elif request["loss"]["kind"] == "none":
+        evaluated = None
+    rows = first_rows(plan, loader, NUM_SAMPLES)
+    is_causal = _is_causal(plan)
+    request["outputs"] = "causal" if is_causal else "loss" if kind == "own" else "logits"
+    samples = [_inputs(row, is_causal=is_causal) for row in rows]
+    tensors = {f"sample/{i}/{n}": t for i, s in enumerate(samples) for n, t in s.items()}
+    if evaluated is not None and loader is not None:
+        for index, batch in enumerate(evaluation_batches(loader)):
+            tensors |= {f"batch/{index}/{n}": t for n, t in batch.items()}
+    stored = CheckpointTensors(checkpoint)
+    trained = {e.dtype for e in stored.entries.values() if e.dtype.is_floating_point}
+    model = own_model(plan, stored, written=None if trained == {dtype} else dtype)
+    outputs = [outputs_of(model, sample, request["outputs"]) for sample in samples]
+    if is_causal:
+        vocab = outputs[0].numel() // samples[0]["input_ids"].numel()
+        draws = torch.Generator().manual_seed(plan.train.seed)
+        ids = torch.randint(vocab, (2, PROBE_LENGTH), generator=draws)
+        request["probe"] = ids.tolist()
+    texts, token_ids = _texts(plan, samples)
+    request["texts"] = texts
+    return _Question(
+        request=request,
+        tensors=tensors,
+        outputs=outputs,
+        run_loss=evaluated,
+        token_ids=token_ids,
+        template=trained_template(plan.data),
+        notes=notes,
+    )
+
+
+def _request(folder: Path, kind: str, *, probe: list[list[int]] | None = None) -> dict[str, Any]:
+    own = json.loads((folder / OWN_CONFIG).read_text("utf-8")) if kind == "own" else {}
+    return {
+        "folder": str(folder.absolute()),
+        "kind": kind,
+        "target": own.get("model", {}).get("target"),
+        "args": own.get("model", {}).get("args"),
+        "import_from": [str(Path.cwd())],
+        "outputs": "causal",
+        "loss": {"kind": "none"},
+        "probe": probe or [],
+        "texts": [],
+        "dtype": "float32",
+    }
+
+
+def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
+    """How the reader computes the loss of a batch."""
+    model = plan.model
+    if model.distill is not None:
+        notes.append("the loss of a distillation is not repeated: only outputs are compared")
+        return {"kind": "none"}
+    if model.dpo_beta is not None:
+        if model.hf is None:
+            notes.append("the reference of the preferences is no directory: only outputs compared")
+            return {"kind": "none"}
+        path = model.adapter.path if model.adapter else None
+        return {
+            "kind": "dpo",
+            "beta": model.dpo_beta,
+            "reference": model.hf,
+            "reference_adapter": path,
+        }
+    if model.loss is not None:
+        return {"kind": "function", "function": model.loss}
+    return {"kind": "causal" if _is_causal(plan) else "own"}
+
+
+def _is_causal(plan: RunPlan) -> bool:
+    """Whether labels are shifted already, as colotrain's causal models take them."""
+    if plan.model.hf is None:
+        return plan.model.target == llama.TARGET
+    from colotrain.models.huggingface import build, task_in
+    from colotrain.models.huggingface_task import CAUSAL
+
+    return task_in(build(plan.model)) is CAUSAL
+
+
+def _inputs(row: dict[str, Tensor], *, is_causal: bool) -> dict[str, Tensor]:
+    """What a model gets for logits: pairs as two samples; a causal one no labels."""
+    if not is_causal:
+        return row
+    flat = {n: t.flatten(0, 1) if n == "input_ids" and t.ndim > 2 else t for n, t in row.items()}
+    return {n: t for n, t in flat.items() if n in ("input_ids", "attention_mask", "document_ids")}
+
+
+def _texts(plan: RunPlan, samples: list[dict[str, Tensor]]) -> tuple[list[str], list[list[int]]]:
+    """Texts of samples, and the tokens that the run's tokenizer makes of them."""
+    if plan.data.source == "target":
+        return [], []
+    prepared = prepare_all(plan.data)[0]
+    source = prepared.tokenizer or vocabulary.tokenizer_file(plan.data.tokenizer) or "bytes"
+    texts = [decode(source, s["input_ids"].flatten().tolist()) for s in samples]
+    if source == "bytes":
+        return texts, [list(text.encode()) for text in texts]
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(source))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return texts, [tokenizer.encode(text).ids for text in texts]
+
+
+def evaluation_of(rundir: RunDir, step: int) -> Evaluation | None:
+    """The run's last evaluation of a step."""
+    found = None
+    for path, _, _ in event_files(rundir, ranks={0}):
+        for event in read(path):
+            if event.kind == Evaluation.KIND:
+                evaluation = Evaluation.of(event)
+                if evaluation.step == step and evaluation.loss is not None:
+                    found = evaluation
+    return found
+
+
+def written_dtype(folder: Path) -> torch.dtype:
+    """The floating-point dtype of most tensors in the files."""
+    counts: dict[torch.dtype, int] = {}
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  no mapping
+                part = file.get_slice(name)
+                if (known := names.get(part.get_dtype())) is not None:
+                    size = math.prod(part.get_shape())
+                    counts[DTYPES[known]] = counts.get(DTYPES[known], 0) + size
+    if not counts:
+        raise UsageError(f"{folder}: has no weights", "export the run again")
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def read_apart(
+    request: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """What the reader, in a new process, answers: numbers by name, and outputs of the samples."""
+    with tempfile.TemporaryDirectory(prefix="colotrain-check-") as name:
+        work = Path(name)
+        asked = {**request, "has_samples": bool(tensors)}
+        (work / "request.json").write_text(json.dumps(asked), "utf-8")
+        if tensors:
+            save_file({n: t.contiguous() for n, t in tensors.items()}, work / "samples.safetensors")
+        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        done = subprocess.run(
+            [sys.executable, "-P", str(reader.__file__), str(work)],
+            env={**os.environ, **quiet},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode or not (work / "answer.json").is_file():
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise ColotrainError(f"--check: the process that reads the export failed: {last}")
+        answer: dict[str, Any] = json.loads((work / "answer.json").read_text("utf-8"))
+        if answer["foreign"] and request["kind"] != "own":
+            raise ColotrainError(f"--check: the reader has loaded {', '.join(answer['foreign'])}")
+        path = work / "outputs.safetensors"
+        outputs = load_file(path) if path.is_file() else {}
+    return answer, [outputs[str(number)] for number in range(len(outputs))]
+
+
+def _compare_loss(question: _Question, answer: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    evaluated = question.run_loss
+    if evaluated is None or evaluated.loss is None:
+        return {"run": None, "export": None}
+    told: dict[str, Any] = {
+        "run": evaluated.loss,
+        "targets": evaluated.tokens,
+        "tolerance": tolerance,
+    }
+    found = [total / (count or 1.0) for total, count in answer.get("losses", [])]
+    if not found:
+        return {**told, "export": None, "problem": "no validation loss can be computed"}
+    loss = min(found, key=lambda value: abs(value - float(evaluated.loss or 0.0)))
+    difference = abs(loss - evaluated.loss)
+    told |= {"export": loss, "difference": difference}
+    if not difference <= tolerance * max(1.0, abs(evaluated.loss)):
+        told["problem"] = (
+            f"the validation loss is {loss:.6g}, and was {evaluated.loss:.6g} in the run"
+        )
+    return told
+
+
+def _compare_outputs(question: _Question, outputs: list[Tensor]) -> dict[str, Any]:
+    kind = "losses" if question.request["outputs"] == "loss" else "logits"
+    told: dict[str, Any] = {"kind": kind, "samples": len(question.outputs), "tolerance": EXACT}
+    if len(outputs) != len(question.outputs):
+        return {**told, "largest_difference": None, "problem": f"no {kind} can be computed"}
+    largest = worst = 0.0
+    for wanted, found in zip(question.outputs, outputs, strict=True):
+        if wanted.shape != found.shape:
+            sizes = f"{found.numel()} {kind} of a sample, not {wanted.numel()}"
+            return {**told, "largest_difference": None, "problem": sizes}
+        difference = (wanted.double() - found.double()).abs().max().item()
+        size = max(1.0, wanted.abs().max().item())
+        largest = max(largest, difference)
+        worst = max(worst, difference / size) if difference == difference else math.inf
+    told["largest_difference"] = largest
+    if not worst <= EXACT:
+        told["problem"] = f"{kind} differ from the run's by up to {largest:.3g}"
+    return told
+
+
+def _compare_tokenizer(question: _Question, told: dict[str, Any]) -> list[str]:
+    problems = []
+    if question.token_ids and not told:
+        problems.append("there is no tokenizer that transformers loads")
+    elif question.token_ids and told["ids"] != question.token_ids:
+        problems.append("the tokenizer makes other tokens of the run's texts")
+    if told and question.template is not None and told["template"] != question.template:
+        problems.append("the chat template is not the one that the run trained with")
+    return problems

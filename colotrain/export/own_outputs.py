@@ -1,0 +1,130 @@
+"""What the run's own model computes with a checkpoint's values, and the samples of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.data.read.loader import (
+    BatchLoader,
+    Samples,
+    count_evaluated,
+    open_samples,
+    planned_collate,
+    planned_draw_seed,
+    planned_order,
+)
+from colotrain.data.read.samples import rest_of
+from colotrain.engine.freezing import names_of
+from colotrain.export.reader import is_logits, weighted
+from colotrain.export.source import CheckpointTensors
+from colotrain.models import adapters
+from colotrain.models.loading import build_whole
+from colotrain.models.objective import attach_, output_of
+from colotrain.models.outputs import loss_in, pair_in
+from colotrain.models.seeding import seeded
+from colotrain.spec.plan import RunPlan
+
+Batch = dict[str, Tensor]
+
+
+def own_model(plan: RunPlan, stored: CheckpointTensors, *, written: torch.dtype | None) -> Any:
+    """The run's model with the values of a checkpoint, rounded to the dtype that was `written`.
+
+    With `written` adapters are merged before they are rounded, as in the files.
+    """
+    model = build_whole(plan.model, seed=plan.train.seed).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in stored.entries:
+                tensor.copy_(stored.entries[name].read())
+        if written is not None:
+            _merge_(model)
+            for _, parameter in model.named_parameters():
+                parameter.copy_(parameter.to(written))
+    attach_(model, plan.model)
+    return model
+
+
+def _merge_(model: nn.Module) -> None:
+    """Merge adapters of layers whose weight is no other layer's, too."""
+    known_as = names_of(model)
+    for layer in adapters.adapted(model).values():
+        own: Any = layer
+        if len(known_as[own.weight]) == 1:
+            a, b, transposed = own.lora_A.weight, own.lora_B.weight, adapters.is_transposed(own)
+            merged = adapters.merged(own.weight, a, b, scale=own.lora_scale, transposed=transposed)
+            own.weight.copy_(merged)
+            b.zero_()
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, sample: Batch, kind: str) -> Tensor:
+    """Logits of a sample, flat; of a model of the user's own, its loss."""
+    if kind == "loss":
+        output = output_of(model, sample)
+        pair = pair_in(output)
+        loss: Any = loss_in(output) if pair is None else pair[0]
+        return _summed(loss, output, sample).double().reshape(1)
+    found = model(**sample)
+    if isinstance(found, Tensor):
+        return found.float().flatten()
+    return torch.cat([t.float().flatten() for n, t in found.items() if is_logits(n, t)])
+
+
+def _summed(loss: Tensor, output: Any, sample: Batch) -> Tensor:
+    """A mean loss times its targets, as the reader sums it."""
+    if pair_in(output) is not None:
+        return loss
+    return weighted(output, sample)[0][0]
+
+
+def evaluation_loader(plan: RunPlan) -> BatchLoader | None:
+    """The batches of an evaluation of the run, read by one process; None where there are none."""
+    samples = _samples(plan, "validation")
+    end = count_evaluated(samples, plan) if len(samples) else 0
+    if not end:
+        return None
+    batch = replace(plan.batch, data_parallel=1)
+    return BatchLoader(
+        samples,
+        planned_order(samples, plan, "validation"),
+        batch,
+        rank=0,
+        draw_seed=planned_draw_seed(samples, plan),
+        end=end,
+        collate=planned_collate(plan.data),
+    )
+
+
+def _samples(plan: RunPlan, split: Any) -> Samples:
+    with seeded(plan.train.seed):
+        rest = rest_of(open_samples(plan.data, "train")) if split == "validation" else None
+    if rest is not None:
+        return rest
+    with seeded(plan.train.seed):
+        return open_samples(plan.data, split)
+
+
+def evaluation_batches(loader: BatchLoader) -> Iterator[Batch]:
+    total = loader.num_micro_batches
+    assert total is not None
+    for index in range(total):
+        yield loader.micro_batch(*divmod(index, loader.batch.accumulation_steps))
+
+
+def first_rows(plan: RunPlan, loader: BatchLoader | None, count: int) -> list[Batch]:
+    """Batches of one sample: the first of an evaluation, or else of training."""
+    if loader is None:
+        samples = _samples(plan, "train")
+        order = planned_order(samples, plan)
+        draw, collate = planned_draw_seed(samples, plan), planned_collate(plan.data)
+        one = replace(plan.batch, data_parallel=1)
+        loader = BatchLoader(samples, order, one, 0, draw_seed=draw, collate=collate)
+    batch = loader.micro_batch(0, 0)
+    rows = len(next(iter(batch.values())))
+    return [{n: t[row : row + 1] for n, t in batch.items()} for row in range(min(rows, count))]

@@ -1,0 +1,324 @@
+"""Reads an exported directory as its users do, in a process that has none of colotrain's code.
+
+Run as `python -P reader.py FOLDER`. `request.json` and `samples.safetensors` in FOLDER say what to
+compute, `answer.json` and `outputs.safetensors` are the results. Losses are written out here, from
+logits, so that nothing is shared with training but the numbers in the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+IGNORE_INDEX = -100
+Batch = dict[str, Tensor]
+
+
+def main(work: Path) -> None:
+    request = json.loads((work / "request.json").read_text("utf-8"))
+    sys.path[:0] = request["import_from"]
+    folder, problems = Path(request["folder"]), list[str]()
+    load = {"hf": load_model, "peft": load_adapter, "own": load_own}[request["kind"]]
+    tensors = load_file(work / "samples.safetensors") if request["has_samples"] else {}
+    batches, samples = grouped(tensors, "batch"), grouped(tensors, "sample")
+    answer: dict[str, Any] = {"tokenizer": read_tokenizer(folder, request, problems)}
+    model = load(folder, request, problems)
+    if model is not None:
+        with torch.no_grad():
+            outputs = {f"{n}": output_of(model, s, request) for n, s in enumerate(samples)}
+            answer["probe"] = [probe(model, ids) for ids in request["probe"]]
+            sums = list(loss_sums(model, batches, request))
+        save_file({n: t.contiguous() for n, t in outputs.items()}, work / "outputs.safetensors")
+        answer["losses"] = [[sum(column) for column in zip(*pair, strict=True)] for pair in sums]
+    answer["problems"] = problems
+    answer["versions"] = {n: sys.modules[n].__version__ for n in LIBRARIES if n in sys.modules}
+    answer["foreign"] = sorted(n for n in sys.modules if n.partition(".")[0] == "colotrain")
+    (work / "answer.json").write_text(json.dumps(answer), "utf-8")
+
+
+LIBRARIES = ("torch", "transformers", "peft")
+
+
+def grouped(tensors: Batch, kind: str) -> list[Batch]:
+    """Tensors called `KIND/NUMBER/NAME`, as a list of `{NAME: tensor}`."""
+    found: dict[int, Batch] = {}
+    for name, tensor in tensors.items():
+        of, number, own = name.split("/", 2)
+        if of == kind:
+            found.setdefault(int(number), {})[own] = tensor
+    return [found[number] for number in sorted(found)]
+
+
+def load_model(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:
+    """The model as transformers loads it, of the class that its config.json names."""
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    architecture = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if architecture is None:
+        problems.append(f"config.json names no architecture: {config.get('architectures')}")
+        return None
+    try:
+        model, told = architecture.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+    except Exception as error:  # whatever the library raises about files that are wrong
+        problems.append(f"transformers does not load it: {type(error).__name__}: {error}")
+        return None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if told.get(kind):
+            names = ", ".join(sorted(map(str, told[kind])))
+            problems.append(f"{kind.replace('_', ' ')} in the weights: {names[:500]}")
+    return model.eval()
+
+
+def load_adapter(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:
+    """The base model with the adapter as PEFT loads it."""
+    from peft import PeftModel
+
+    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    base = load_model(Path(settings["base_model_name_or_path"]), request, problems)
+    if base is None:
+        return None
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = PeftModel.from_pretrained(base, folder)
+    except Exception as error:  # whatever the library raises about files that are wrong
+        problems.append(f"PEFT does not load it: {type(error).__name__}: {error}")
+        return None
+    problems += [text for w in told if "adapter keys" in (text := str(w.message))]
+    return model.eval()
+
+
+def load_own(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:
+    """A model of the user's own class, with the tensors loaded by name."""
+    model = uncompiled(imported(request["target"])(**request["args"])).eval()
+    tensors: Batch = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names: dict[int, set[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        names.setdefault(id(tensor), set()).add(name)
+    absent = [n for n in known if n in model.state_dict() and not names[id(known[n])] & {*tensors}]
+    unknown = set(tensors) - set(model.state_dict())
+    if absent or unknown:
+        problems.append(f"missing: {', '.join(absent)}; unknown: {', '.join(sorted(unknown))}")
+    dtypes = {n: t.dtype for n, t in model.state_dict().items()}
+    fitting = {n: t.to(dtypes[n]) for n, t in tensors.items() if n in dtypes}
+    try:
+        model.load_state_dict(fitting, strict=False)
+    except RuntimeError as error:
+        problems.append(f"the tensors do not fit: {error}")
+        return None
+    return model
+
+
+def uncompiled(model: Any) -> Any:
+    """The model without what torch.compile puts around modules, which changes names."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            setattr(module, name, within(child))
+    return within(model)
+
+
+def within(module: Any) -> Any:
+    is_around = type(module).__name__ == "OptimizedModule"
+    return next(iter(module.children())) if is_around else module
+
+
+def imported(dotted: str) -> Any:
+    module, _, name = dotted.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def read_tokenizer(folder: Path, request: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """What transformers makes of the tokenizer: ids of the texts, and the chat template."""
+    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
+        return {}
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids = [tokenizer(text)["input_ids"] for text in request["texts"]]
+    except Exception as error:  # whatever the library raises about files that are wrong
+        problems.append(f"transformers does not load the tokenizer: {error}")
+        return {}
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    found = {"ids": ids, "template": template, "template_sha256": None, "sha256": None}
+    if template is not None:
+        found["template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        found["sha256"] = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return found
+
+
+def causal_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits [batch, seq, vocab]; each document of `document_ids` is read by itself."""
+    inputs = {n: t for n, t in batch.items() if n not in ("labels", "document_ids")}
+    documents = batch.get("document_ids")
+    if documents is None:
+        logits: Tensor = model(**inputs, use_cache=False).logits
+        return logits.float()
+    rows = []
+    for row, own in enumerate(documents):
+        ends = [*(own[1:] != own[:-1]).nonzero().flatten().add(1).tolist(), len(own)]
+        parts = []
+        for begin, end in zip([0, *ends], ends, strict=False):
+            part = {n: t[row : row + 1, begin:end] for n, t in inputs.items()}
+            parts.append(model(**part, use_cache=False).logits.float())
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)
+
+
+def output_of(model: Any, sample: Batch, request: dict[str, Any]) -> Tensor:
+    """Logits of a sample, flat; of a model of the user's own, its loss."""
+    if request["outputs"] == "causal":
+        return causal_logits(model, sample).flatten()
+    if request["outputs"] == "loss":
+        ways = WAYS[request["loss"]["kind"]](model, sample, request["loss"])
+        return ways[0][0].double().reshape(1)
+    output = model(**sample)
+    return torch.cat([t.float().flatten() for n, t in output.items() if is_logits(n, t)])
+
+
+def is_logits(name: str, value: Any) -> bool:
+    """Whether an output is the model's logits; routers have a tuple of their own."""
+    return name.endswith("logits") and isinstance(value, Tensor)
+
+
+def probe(model: Any, ids: list[int]) -> list[float]:
+    """A few numbers of the logits after some tokens."""
+    logits = causal_logits(model, {"input_ids": torch.tensor([ids])})[0, -1].double()
+    return [logits.logsumexp(0).item(), *logits[:8].tolist()]
+
+
+def loss_sums(
+    model: Any, batches: list[Batch], request: dict[str, Any]
+) -> Iterator[list[tuple[float, float]]]:
+    """For each way to count targets: summed loss and count of every batch."""
+    kind = request["loss"]["kind"]
+    if kind == "none" or not batches:
+        return
+    ways = list(zip(*(WAYS[kind](model, batch, request["loss"]) for batch in batches), strict=True))
+    for way in ways:
+        yield [(float(total), float(count)) for total, count in way]
+
+
+Sums = tuple[tuple[Tensor, Tensor], ...]
+
+
+def causal_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """Cross-entropy of labels that are shifted already, and the routers' loss of each sample."""
+    labels = batch["labels"]
+    logits = causal_logits(model, batch)
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    counts = (labels != IGNORE_INDEX).sum(1)
+    if getattr(model.config, "output_router_logits", False):
+        for row, count in enumerate(counts):
+            if count:
+                total = total + count * routers_loss(model, batch, row)
+    return ((total, counts.sum()),)
+
+
+def routers_loss(model: Any, batch: Batch, row: int) -> Tensor:
+    """Auxiliary loss of a sample without the padding at its end."""
+    last = int((batch["labels"][row] != IGNORE_INDEX).nonzero().max()) + 1
+    skipped = ("labels", "document_ids", "attention_mask")
+    inputs = {n: t[row : row + 1, :last] for n, t in batch.items() if n not in skipped}
+    found: Tensor = model(**inputs, output_router_logits=True, use_cache=False).aux_loss
+    return found * float(model.config.router_aux_loss_coef)
+
+
+def own_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    return weighted(model(**batch), batch)
+
+
+def function_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """The loss of the user's function of a batch and the model's outputs."""
+    taken = inspect.signature(type(model).forward).parameters
+    inputs: dict[str, Any] = {n: t for n, t in batch.items() if n in taken and n != "labels"}
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        shifted = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs["decoder_input_ids"] = shifted
+    return weighted(imported(loss["function"])(batch, model(**inputs)), batch)
+
+
+def weighted(output: Any, batch: Batch) -> Sums:
+    """Summed loss and count, with all labels as targets, and without each row's first."""
+    found: Any = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, tuple):
+        found = getattr(output, "loss", output)
+    if isinstance(found, tuple):
+        pair = found[0], torch.as_tensor(found[1])
+        return pair, pair
+    own = output.get("num_targets") if isinstance(output, Mapping) else None
+    labels, rows = batch.get("labels"), len(next(iter(batch.values())))
+    if own is not None or labels is None or labels.is_floating_point():
+        count = torch.as_tensor(rows if own is None else own)
+        return (found * count, count), (found * count, count)
+    counts = [(labels != IGNORE_INDEX).sum()]
+    counts += [(labels[:, 1:] != IGNORE_INDEX).sum()] if labels.ndim > 1 else counts
+    return tuple((found * count if count else found.new_zeros(()), count) for count in counts)
+
+
+def preference_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """-log sigmoid of beta times the difference of the rewards, of each pair."""
+    reference = reference_of(loss)
+    labels = batch["labels"]
+    flat = {n: t.flatten(0, 1) for n, t in batch.items()}
+    gains = (log_probs(model, flat) - log_probs(reference, flat)).view(labels.shape[:2])
+    counted = (labels != IGNORE_INDEX).any(-1).all(-1)
+    losses = -F.logsigmoid(float(loss["beta"]) * (gains[:, 0] - gains[:, 1]))
+    return ((losses[counted].sum(), counted.sum()),)
+
+
+def log_probs(model: Any, batch: Batch) -> Tensor:
+    labels = batch["labels"]
+    logits = causal_logits(model, batch).flatten(0, 1)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
+    return -losses.double().sum(-1)
+
+
+REFERENCES: list[Any] = []
+
+
+def reference_of(loss: dict[str, Any]) -> Any:
+    """The model that the run began with; loaded once."""
+    if not REFERENCES:
+        found = load_model(Path(loss["reference"]), {}, [])
+        if loss["reference_adapter"]:
+            from peft import PeftModel
+
+            found = PeftModel.from_pretrained(found, loss["reference_adapter"]).eval()
+        REFERENCES.append(found)
+    return REFERENCES[0]
+
+
+WAYS = {
+    "causal": causal_loss,
+    "own": own_loss,
+    "function": function_loss,
+    "dpo": preference_loss,
+}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
