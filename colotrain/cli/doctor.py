@@ -77,13 +77,13 @@ def _run(name: str, env: Environment) -> Iterable[Finding]:
 def read_environment(overrides: list[str]) -> Environment:
     """Return a description of this machine, and of the other nodes from `cluster` settings."""
     from colotrain.config.checks import check_head, split_address
-    from colotrain.config.compose import gather
     from colotrain.config.schema_cluster import Cluster
     from colotrain.data.prepare.cache import cache_folder
     from colotrain.errors import ConfigError
     from colotrain.records import read
+    from colotrain.runs.resolving import compose
 
-    config, problems = gather(overrides)
+    config, problems = compose(overrides, notices=[])
     cluster = read(Cluster, config.get("cluster", {}), key="cluster", problems=problems)
     problems += check_head(cluster.rdzv_endpoint) if cluster else []
     if problems:

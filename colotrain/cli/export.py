@@ -53,8 +53,8 @@ def export(
     if dtype and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
-    code = {"model.target", "train.loss", "data.target", "data.collate"}
-    trust.check(rundir, rundir.plan(), trusted=trust_code, only=code if check else {"model.target"})
+    read = ("model", "data") if check else ("model", "data.tokenizer", "data.chat_template")
+    trust.check(rundir, rundir.plan(), trusted=trust_code, only=read)
     from colotrain.export.job import Choice
     from colotrain.export.write import export as write
 

@@ -29,27 +29,34 @@ from colotrain.config.files import ConfigFile, display_path, first_line, read_fi
 from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, PRIMARY, Search
-from colotrain.config.values import clear_args_, delete_, resolve_references, set_
+from colotrain.config.values import (
+    clear_args_,
+    delete_,
+    give_way_,
+    keep_texts,
+    resolve_references,
+    restore_texts,
+    set_,
+)
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import MISSING, to_plain
 
-ONE_OF = {
-    "model": ("target", "hf"),
-    "data": ("corpus", "path", "mixture", "target"),
-    "train": ("max_steps", "epochs"),
-}
-"""Section → keys of which a run sets exactly one."""
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
 def gather(
-    overrides: Sequence[str], *, cwd: Path | None = None, notices: list[str] | None = None
+    overrides: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    notices: list[str] | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the user's settings merged over the schema's defaults, and all problems.
 
     `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among the
     shipped ones. Unknown keys are kept, so that `records.read` can name them all. Notes about
-    renamed keys and replaced sources are appended to `notices`.
+    renamed keys and replaced sources are appended to `notices`. `saved` is the configuration of a
+    run directory: values only, whose texts are never expanded and name no further files.
     """
     notices = [] if notices is None else notices
     version.setbase("1.3")
@@ -60,8 +67,10 @@ def gather(
     recipe = choices.get("recipe")
     _rename(choices, search, notices)
     search = _drop_unknown(choices, search, cwd, problems)
-    config = _merge(_Layers(search, choices, problems, notices))
-    _give_way(config, parsed, notices)
+    config = _merge(_Layers(search, choices, problems, notices), saved or {})
+    touched = {override.key_or_group for override in parsed}
+    given = {o.key_or_group for o in parsed if not o.is_delete() and o.value() is not None}
+    give_way_(config, touched=touched, given=given, notices=notices)
     for override in parsed:
         key, value = renamed(override.key_or_group, override.value(), notices)
         if override.is_delete():
@@ -71,25 +80,15 @@ def gather(
     if recipe is not None and config.get("recipe") is None:  # a saved one has its own
         config["recipe"] = recipe
     move_profile(config, notices)
-    return resolve_references(config, problems), problems
+    return restore_texts(resolve_references(config, problems)), problems
 
 
-def _give_way(config: DictConfig, overrides: Sequence[Override], notices: list[str]) -> None:
-    """Let a source given as an argument replace another one in the files, with its args."""
-    touched = {override.key_or_group for override in overrides}
-    given = {o.key_or_group for o in overrides if not o.is_delete() and o.value() is not None}
-    for section, names in ONE_OF.items():
-        chosen = [f"{section}.{name}" for name in names if f"{section}.{name}" in given]
-        found = config.get(section)
-        if len(chosen) != 1 or not isinstance(found, DictConfig):
-            continue
-        for name in names:
-            if found.get(name) in (None, []) or f"{section}.{name}" in touched:
-                continue
-            notices.append(f"{chosen[0]} takes the place of {section}.{name}={found[name]}")
-            found[name] = [] if name == "mixture" else None
-            if "args" in found:
-                found["args"] = {}
+def recipe_of(overrides: Sequence[str]) -> str | None:
+    """Return the recipe that the arguments name: a name or a file."""
+    version.setbase("1.3")
+    parsed = _parse(overrides, Search.at(Path.cwd()), [])
+    names = [_written_name(o) for o in parsed if o.key_or_group == "recipe" and _is_choice(o)]
+    return names[-1] if names else None
 
 
 def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None:
@@ -202,12 +201,13 @@ def _drop_unknown(
     return search
 
 
-def _merge(layers: _Layers) -> DictConfig:
-    """Merge every file, in the order of the defaults lists, over the schema's defaults."""
+def _merge(layers: _Layers, saved: dict[str, Any]) -> DictConfig:
+    """Merge every file, in the order of the defaults lists, over `saved` and the defaults."""
     config: DictConfig = OmegaConf.create(to_plain(Config()))
     if layers.has_circle():
         return config
     try:
+        config.merge_with(OmegaConf.create(keep_texts(saved)))
         defaults = create_defaults_list(
             repo=layers,
             config_name=PRIMARY,

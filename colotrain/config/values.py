@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +13,15 @@ from colotrain.errors import Problem, suggest
 from colotrain.records import MISSING
 from colotrain.spec.observing import KEEPS_VARIABLES, VARIABLE
 
+ONE_OF = {
+    "model": ("target", "hf"),
+    "data": ("corpus", "path", "mixture", "target"),
+    "train": ("max_steps", "epochs"),
+}
+"""Section → keys of which a run sets exactly one."""
 _BROKEN = object()
+_KEPT = "\0{"
+"""What stands for `${` in texts that are not expanded."""
 
 
 def set_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> None:
@@ -40,12 +49,51 @@ def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -
         del holder[name]
 
 
+def give_way_(
+    config: DictConfig, *, touched: Set[str], given: Set[str], notices: list[str]
+) -> None:
+    """Let a source that an argument gives replace another one in the files, with its args.
+
+    `touched` are the keys of all arguments, `given` those that set a value.
+    """
+    for section, names in ONE_OF.items():
+        chosen = [f"{section}.{name}" for name in names if f"{section}.{name}" in given]
+        found = config.get(section)
+        if len(chosen) != 1 or not isinstance(found, DictConfig):
+            continue
+        for name in names:
+            if found.get(name) in (None, []) or f"{section}.{name}" in touched:
+                continue
+            notices.append(f"{chosen[0]} takes the place of {section}.{name}={found[name]}")
+            found[name] = [] if name == "mixture" else None
+            if "args" in found:
+                found["args"] = {}
+
+
 def clear_args_(config: DictConfig) -> None:
     """Let `args: null` of a file drop the arguments that its base gives its own class."""
     for section in map(config._get_node, config):
         args = section._get_node("args") if isinstance(section, DictConfig) else None
         if isinstance(section, DictConfig) and args is not None and args._value() is None:
             section["args"] = {}
+
+
+def keep_texts(value: Any) -> Any:
+    """Return plain data with every `${` hidden, so that no text of theirs is ever expanded."""
+    return _replaced(value, "${", _KEPT)
+
+
+def restore_texts(value: Any) -> Any:
+    """Return plain data with every `${` that `keep_texts` hid."""
+    return _replaced(value, _KEPT, "${")
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(item, old, new) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, old, new) for item in value]
+    return value.replace(old, new) if isinstance(value, str) else value
 
 
 def resolve_references(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:

@@ -88,6 +88,11 @@ def fetch_if_address(
     return rundir.name
 
 
+def runs_dir_of(name: str | None) -> dict[str, str]:
+    """Return the setting `runs_dir` that a run's address stands for; nothing for a name."""
+    return {"runs_dir": _place(name)[1]} if name is not None and is_address(name) else {}
+
+
 @contextmanager
 def followed(name: str | None, *, follow: bool = True) -> Iterator[str | None]:
     """As `fetch_if_address`, and fetch what is new every `REFRESH_S` inside the context."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from colotrain import host
@@ -17,6 +18,8 @@ from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.plugin import PlanningContext
 from colotrain.planner.smoke import shrink
+from colotrain.rundir import RunDir
+from colotrain.runs import trust
 from colotrain.runs.job import on_nodes
 from colotrain.schedulers.registry import scheduler_of
 from colotrain.show.console import stderr_console
@@ -66,20 +69,22 @@ def resolve_config(
     job: bool | None = False,
     smoke: bool = False,
     submit: str = "`colotrain submit` with the same arguments",
+    saved: RunDir | None = None,
+    trusted: bool = False,
 ) -> ResolvedConfig:
     """Compose the arguments and resolve them; raise `ConfigError` with all problems.
 
     `here`: the plan will run on this machine, so its ranks must find a place on it; `several`: on
     other machines too. `job`: it will run on a scheduler's nodes; None: decided by the arguments.
     `smoke`: return the smoke run of the described plan. `submit`: the command that submits it as a
-    job, for messages.
+    job, for messages. `saved`: a run whose configuration the arguments change; `trusted`: whatever
+    it names.
     """
-    from colotrain.config.compose import gather
     from colotrain.planner.machine import this_machine
 
     host.check_open_files()
     notices, warnings, obstacles = list[str](), list[str](), list[str]()
-    config, problems = gather(overrides, notices=notices)
+    config, problems = compose(overrides, saved=saved, trusted=trusted, notices=notices)
     machine = this_machine()
     if job or (job is None and scheduler_of(config)):
         found = on_nodes(config, machine)
@@ -105,6 +110,37 @@ def resolve_config(
         notices=tuple(notices),
         not_traced="".join(obstacles[-1:]),
     )
+
+
+def compose(
+    overrides: Sequence[str],
+    *,
+    notices: list[str],
+    saved: RunDir | None = None,
+    trusted: bool = False,
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the composed configuration, and all problems; `UsageError` if it is not trusted.
+
+    `saved` is as in `resolve_config`; a run directory's file given as a recipe counts as that.
+    """
+    from colotrain.config.compose import gather, recipe_of
+
+    words = list(overrides)
+    if saved is None and (saved := _run_of(recipe_of(words))):
+        words = [word for word in words if not word.lstrip("+").startswith("recipe=")]
+    if saved is None:
+        return gather(words, notices=notices)
+    config, problems = gather(words, notices=notices, saved=trust.read_config(saved))
+    trust.check_config(saved, config, arguments=gather(words)[0], trusted=trusted)
+    return config, problems
+
+
+def _run_of(recipe: str | None) -> RunDir | None:
+    """Return the run directory whose configuration is given as a recipe; None for other recipes."""
+    file = Path(recipe or "").expanduser()
+    rundir = RunDir(file.parent)
+    is_saved = file.name == rundir.config_file.name and rundir.plan_file.exists()
+    return rundir if is_saved else None
 
 
 def _check_allocation(config: dict[str, Any], plan: RunPlan, submit: str) -> None:

@@ -166,7 +166,7 @@ def resume(
     """
     rundir = find(fetching.fetch_if_address(run))
     warm_up()
-    fetching.fetch_to_resume(rundir, rundir.plan().runs_dir)
+    fetch_trusted(rundir, run, overrides, trusted=trust_code)
     own, submit, job = rundir.plan(), naming.submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
@@ -179,17 +179,14 @@ def resume(
     if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
-        trust.check(rundir, own, trusted=trust_code)
+        trust.check(rundir, own, trusted=trust_code, given=fetching.runs_dir_of(run))
         return train(own, rundir, None, as_json=as_json)
-    if not rundir.config_file.is_file():
-        raise UsageError(f"{rundir.path}: has no {rundir.config_file.name}", "resume it unchanged")
     from colotrain.config.compose import as_override
 
-    recipe = as_override("recipe", str(rundir.config_file))
-    trust.check_config(rundir, trusted=trust_code, given=given)
-    words = [recipe, *overrides, as_override("name", rundir.name)]
-    resolved = resolve_config(words, several=True, submit=submit)
-    if resolved.plan.runs_dir != own.runs_dir:
+    stored = [as_override(key, text) for key, text in fetching.runs_dir_of(run).items()]
+    words = [*stored, *overrides, as_override("name", rundir.name)]
+    resolved = resolve_config(words, several=True, submit=submit, saved=rundir, trusted=trust_code)
+    if resolved.plan.runs_dir != own.runs_dir or "runs_dir" in given:
         fetching.fetch_to_resume(rundir, resolved.plan.runs_dir)
     node = node_of(resolved.config, resolved.plan)
     if not force:
@@ -197,6 +194,20 @@ def resume(
     if node.is_head and "checkpoint.resume" in given:
         roll_back(rundir, resolved.plan)
     return train(resolved.plan, rundir, resolved.config, node=node, as_json=as_json)
+
+
+def fetch_trusted(
+    rundir: RunDir, run: str | None, overrides: Sequence[str], *, trusted: bool
+) -> None:
+    """Fetch what the run's store has, unless arguments name another store.
+
+    The plan names the store: it must be trusted, or the store be given as the argument `run`.
+    """
+    if any(text.lstrip("+~").startswith("runs_dir") for text in overrides):
+        return
+    plan, given = rundir.plan(), fetching.runs_dir_of(run)
+    trust.check(rundir, plan, trusted=trusted, only=("runs_dir",), given=given)
+    fetching.fetch_to_resume(rundir, plan.runs_dir)
 
 
 def roll_back(rundir: RunDir, plan: RunPlan) -> None:

@@ -1,8 +1,10 @@
-"""Trust in run directories: a plan names code that is called, and plans may come from others.
+"""Trust in run directories: what a plan and a configuration from elsewhere may decide.
 
 What this user writes into a run directory is signed with a key in the user's home, which no run
-directory contains. Without a valid signature no code that a plan names is called, unless the user
-allows it. So a directory can be moved, renamed and shared, and one from elsewhere runs no code.
+directory contains. Without a valid signature a run directory decides numbers, names and patterns
+alone (`ALLOWED`). Everything else may name code, commands, addresses or files elsewhere: it needs
+the signature, `--trust-code`, or the same value as an argument. So a directory can be moved,
+renamed and shared, and one from elsewhere runs no code, reaches no address and reads no file.
 """
 
 from __future__ import annotations
@@ -11,45 +13,132 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
-import shlex
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.checks import CODE
 from colotrain.errors import UsageError
-from colotrain.rundir import RunDir, write_atomically
-from colotrain.spec.observing import KEEPS_VARIABLES
+from colotrain.records import to_plain
+from colotrain.rundir import OFFLOAD, RunDir, write_atomically
 from colotrain.spec.plan import RunPlan
 
 OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
-"""Models of this package, which any plan may name."""
-NAMES = ("optim.name", "optim.schedule.name")
-"""Settings that are code only if they have a colon; otherwise they name what colotrain has."""
-CODE_SETTINGS = (*CODE, *NAMES, *KEEPS_VARIABLES)
-"""Settings whose value names code, a command or a webhook, as in `calls`."""
+"""Models of this package, which any plan may name, with any arguments."""
+WORDS = r"[\w.+% -]*"
+"""Words, sizes and durations: `cosine`, `512MiB`, `90%`, `0.5 epochs`."""
+TEXT = r"(?s:.*)"
+"""Texts that are patterns on names inside the model, or are only shown."""
+NOTHING = r"(?!)"
+ALLOWED = {
+    **dict.fromkeys(("schema", "world_size", "batch", "accumulate", "smoke"), WORDS),
+    **dict.fromkeys(("parameters", "memory", "peak", "time", "flops_per_token"), WORDS),
+    **dict.fromkeys(("recipe", "memory_shape", "warnings"), TEXT),
+    "name": r"\w[\w.-]*",
+    "plugin": TEXT,
+    "plugin.disk_path": "auto|none",
+    "plugin.budget.disk_path": OFFLOAD,
+    "mesh": TEXT,
+    "model.target": "|".join(map(re.escape, OWN_MODELS)),
+    "model.dpo_beta": WORDS,
+    "model.tp_plan": TEXT,
+    "model.adapter": TEXT,
+    "model.adapter.path": NOTHING,
+    "adapter": TEXT,
+    "adapter.path": NOTHING,
+    **{
+        f"data.{key}": WORDS
+        for key in (
+            *("source", "corpus", "format", "seq_len", "loss_on", "packing", "isolate", "on_bad"),
+            *("workers", "num_workers", "shuffle", "validation_fraction", "pairs", "masked"),
+        )
+    },
+    "data.tokenizer": r"auto|bytes|bpe-\d+",
+    "data.chat_template": "chatml",
+    "data.columns": TEXT,
+    **{
+        f"train.{key}": WORDS
+        for key in (
+            *("max_steps", "epochs", "epoch_steps", "last_batch", "num_validation", "seed"),
+            *("global_batch", "micro_batch", "precision", "tf32", "compile", "grad_clip"),
+            *("activation_checkpointing", "eval_every", "eval_steps", "eval_first"),
+            *("on_nonfinite", "max_rollbacks", "objective", "dpo", "masking", "profile"),
+            *("distill.top_k", "distill.alpha", "distill.temperature"),
+        )
+    },
+    "train.stop_early": TEXT,
+    **{
+        f"optim.{key}": WORDS
+        for key in (
+            *("name", "lr", "betas", "momentum", "eps", "weight_decay", "schedule"),
+            *("warmup_steps", "final_ratio", "decay_steps"),
+        )
+    },
+    "optim.rules": TEXT,
+    "freeze": TEXT,
+    **{
+        f"cluster.{key}": WORDS
+        for key in (
+            *("nodes", "procs_per_node", "device", "memory", "node_rank"),
+            *("threads_per_rank", "memory_bytes"),
+        )
+    },
+    "hardware": TEXT,
+    "elastic": TEXT,
+    "checkpoint": WORDS,
+    "checkpoint.best": TEXT,
+    "checkpoint.best_metric": TEXT,
+    "checkpoint.resume": "auto|none",
+    "observe.log_every": WORDS,
+    "observe.grads_every": WORDS,
+    "observe.samples": TEXT,
+    "observe.trackers": "tensorboard",
+}
+"""Key or section of plans and configurations that anybody may set → pattern of its texts.
+
+Numbers and truth values of these are allowed as well. What stands nowhere here is not allowed, and
+a key has precedence over its section.
+"""
+MOST_NAMED = 8
 KEY_BYTES = 32
 
 
-def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return setting → (dotted path that the plan names, arguments of the call)."""
-    found = {
-        "model.target": (plan.model.target, plan.model.args),
-        "data.target": (plan.data.target or "", plan.data.args),
-        "train.loss": (plan.model.loss or "", {}),
-        "data.collate": (plan.data.collate or "", {}),
-        "data.sampler": (plan.data.sampler or "", {}),
-        "train.metrics": (plan.train.metrics or "", {}),
-        "train.on_gradients": (plan.train.on_gradients or "", {}),
-        "optim.name": (plan.optim.name if ":" in plan.optim.name else "", plan.optim.args),
-        "optim.schedule.name": (plan.optim.schedule if ":" in plan.optim.schedule else "", {}),
+def calls(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key → value of what is not `ALLOWED` in a plan or a configuration as plain data."""
+    model = plain.get("model")
+    is_own = isinstance(model, Mapping) and model.get("target") in OWN_MODELS
+    return {
+        key: value
+        for key, value in _leaves(plain, "")
+        if not (is_own and key.startswith("model.args.")) and not _is_allowed(key, value)
     }
-    if (notify := plan.observe.notify) is not None:
-        found["observe.notify.command"] = (shlex.join(notify.command), {"shell": notify.shell})
-        found["observe.notify.url"] = (notify.url or "", {})  # it gets environment variables
-    return {key: call for key, call in found.items() if call[0] and call[0] not in OWN_MODELS}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value; lists are values."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _is_allowed(key: str, value: Any) -> bool:
+    if value is None or value == "":
+        return True
+    if isinstance(value, Mapping):
+        return all(_is_allowed(inner, item) for inner, item in _leaves(value, key))
+    if isinstance(value, list | tuple):
+        return all(_is_allowed(key, item) for item in value)
+    known = key
+    while known and known not in ALLOWED:
+        known = known.rpartition(".")[0]
+    pattern = ALLOWED.get(known, NOTHING)
+    if isinstance(value, str):
+        return re.fullmatch(pattern, value) is not None
+    return pattern != NOTHING and isinstance(value, bool | int | float)
 
 
 def write_signed(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
@@ -88,68 +177,86 @@ def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
     If the home is not writable nothing is signed, and `check` will require `--trust-code`.
     """
     with suppress(OSError):
-        made = _read(rundir) | {"plan": _signature(_text(plan))}
-        made |= {"config": _signature(config)} if config is not None else {}
+        made = _read(rundir) | {"plan": _signature("plan", calls(to_plain(plan)))}
+        if config is not None:
+            made |= {"config": _signature("config", calls(json.loads(config)))}
         write_atomically(rundir.signature_file, json.dumps(made) + "\n")
 
 
 def check(
-    rundir: RunDir, plan: RunPlan, *, trusted: bool, only: Collection[str] | None = None
+    rundir: RunDir,
+    plan: RunPlan,
+    *,
+    trusted: bool,
+    only: Iterable[str] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise `UsageError` if the plan names code (in the settings `only`) but is not signed."""
-    named = {key: path for key, (path, _) in calls(plan).items() if only is None or key in only}
-    if named and not trusted and not _is_signed(rundir, "plan", _text(plan)):
-        raise _refusal(rundir, named)
+    """Raise `UsageError` if the plan names what it may not, and is not signed.
 
-
-def check_config(rundir: RunDir, *, trusted: bool, given: Collection[str] = ()) -> None:
-    """Same as `check` for the run's configuration, except keys `given` on the command line."""
-    text = rundir.config_file.read_text("utf-8")
-    if trusted or _is_signed(rundir, "config", text):
+    `only`: keys or sections of the plan that matter; empty: all. `given`: settings that this user
+    gave as arguments, by key.
+    """
+    named = calls(to_plain(plan))
+    if trusted or _is_signed(rundir, "plan", named):
         return
-    if named := {key: path for key, path in _named_in(text).items() if key not in given}:
-        raise _refusal(rundir, named)
+    sections, given = tuple(only), given or {}
+    wrong = {
+        key: value
+        for key, value in named.items()
+        if given.get(key) != value
+        and (not sections or any(key == s or key.startswith(f"{s}.") for s in sections))
+    }
+    if wrong:
+        raise _refusal(rundir, wrong)
 
 
-def _named_in(text: str) -> dict[str, str]:
-    """Return setting → dotted path; a file in another form than `run` writes counts as code."""
+def read_config(rundir: RunDir) -> dict[str, Any]:
+    """Return the run's configuration: JSON, as `run` writes it."""
+    file = rundir.config_file
     try:
-        config = json.loads(text)
-        found = {key: _value_at(config, key) for key in CODE_SETTINGS}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {"config.yaml": "not as it was written"}
-    if "defaults" in config or "${" in text:
-        return {"config.yaml": "built from other files"}
-    named = {key: str(path) for key, path in found.items() if path and str(path) not in OWN_MODELS}
-    return {key: path for key, path in named.items() if key not in NAMES or ":" in path}
-
-
-def _value_at(config: dict[str, Any], key: str) -> Any:
-    """The value of a setting; None where the file has no such key, as those of older runs."""
-    section, *inner = key.split(".")
-    found: Any = config[section]
-    for name in inner:
-        found = found.get(name) if found is not None else None
+        found = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{rundir.path}: has no {file.name}", "resume it unchanged") from None
+    except (OSError, ValueError, RecursionError) as error:
+        found = str(error)
+    if not isinstance(found, dict):
+        problem = f"{file}: is not as `colotrain run` writes it, so it is not read"
+        raise UsageError(problem, "look at it, and copy it elsewhere to use it as a recipe")
     return found
 
 
-def _refusal(rundir: RunDir, named: dict[str, str]) -> UsageError:
-    what = ", ".join(f"{key}={path}" for key, path in named.items())
+def check_config(
+    rundir: RunDir, config: Mapping[str, Any], *, arguments: Mapping[str, Any], trusted: bool
+) -> None:
+    """Same as `check` for a configuration that was composed of the run's own and of arguments.
+
+    `arguments` is what the arguments alone compose: what they say is this user's.
+    """
+    if trusted or _is_signed(rundir, "config", calls(read_config(rundir))):
+        return
+    own = calls(arguments)
+    named = {key: value for key, value in calls(config).items() if own.get(key) != value}
+    if named:
+        raise _refusal(rundir, named)
+
+
+def _refusal(rundir: RunDir, named: Mapping[str, Any]) -> UsageError:
+    shown = [f"{key}={' '.join(str(value).split())[:200]}" for key, value in named.items()]
+    more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
+    what = ", ".join([*shown[:MOST_NAMED], *more])
     return UsageError(
-        f"{rundir.path}: it names code to run ({what}), and was not written by you on this machine",
-        "look at what that is, then add --trust-code",
+        f"{rundir.path}: it names code, files or addresses ({what}), and was not written by you "
+        "on this machine",
+        "look at what that is, then add --trust-code, or give the same settings as arguments",
     )
 
 
-def _text(plan: RunPlan) -> str:
-    return json.dumps(calls(plan), sort_keys=True)
-
-
-def _is_signed(rundir: RunDir, part: str, text: str) -> bool:
+def _is_signed(rundir: RunDir, part: str, named: Mapping[str, Any]) -> bool:
     try:
-        return hmac.compare_digest(str(_read(rundir).get(part)), _signature(text, make=False))
+        made = _signature(part, named, make=False)
     except OSError:
         return False
+    return hmac.compare_digest(str(_read(rundir).get(part)).encode(), made.encode())
 
 
 def _read(rundir: RunDir) -> dict[str, Any]:
@@ -160,7 +267,9 @@ def _read(rundir: RunDir) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _signature(text: str, *, make: bool = True) -> str:
+def _signature(part: str, named: Mapping[str, Any], *, make: bool = True) -> str:
+    """Return the signature of what a part of a run directory names: the plan, the job, …"""
+    text = json.dumps([part, named], sort_keys=True)
     return hmac.new(_key(make=make), text.encode(), hashlib.sha256).hexdigest()
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from colotrain.cli.main import guarded
+from colotrain.config.compose import as_override
 from colotrain.errors import UsageError
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
-from colotrain.runs.resolving import resolve_config
+from colotrain.runs.resolving import compose, resolve_config
 from colotrain.runs.trust import write_signed
 
 TARGETS = (
@@ -46,7 +49,7 @@ def test_ones_own_run_is_trusted_wherever_it_is_moved(rundir: RunDir, home: Path
     assert trust.key_file().stat().st_mode & 0o777 == 0o600
     moved = RunDir(shutil.move(rundir.path, home / "runs" / "moved"))
     trust.check(moved, moved.plan(), trusted=False)
-    trust.check_config(moved, trusted=False)
+    compose([], saved=moved, notices=[])
 
 
 def test_what_another_user_wrote_is_refused_also_under_runs(
@@ -59,11 +62,13 @@ def test_what_another_user_wrote_is_refused_also_under_runs(
         with pytest.raises(UsageError, match=r"data\.target=tests\.dist\.difficult:samples"):
             trust.check(rundir, rundir.plan(), trusted=False)
         with pytest.raises(UsageError, match="--trust-code"):
-            trust.check_config(rundir, trusted=False)
+            compose([], saved=rundir, notices=[])
     trust.check(rundir, rundir.plan(), trusted=True)
-    trust.check_config(rundir, trusted=True)
-    named = {"model.target", "data.target"}
-    trust.check_config(rundir, trusted=False, given=named)
+    compose([], saved=rundir, trusted=True, notices=[])
+    named = [word for word in TARGETS if "target" in word]
+    with pytest.raises(UsageError, match=r"model\.args\.name=Stack"):  # what the call is given, too
+        compose(named, saved=rundir, notices=[])
+    compose([*named, "model.args.name=Stack"], saved=rundir, notices=[])
 
 
 @pytest.mark.parametrize(
@@ -88,13 +93,118 @@ def test_no_verb_runs_what_was_changed_in_a_run_directory(
     assert not (home / "touched").exists()
 
 
-@pytest.mark.parametrize(
-    "text", ["defaults: [x]", '{"defaults": ["x"]}', '{"model": "${oc.env:A}"}']
+HIDDEN = (
+    "defaults: [x]",
+    '{"defaults": ["evil"]}',
+    '{"plugin": "evil"}',
+    '{"plugin": "../../runs/mine/evil"}',
+    '{"model": "\\u0024{data}"}',
+    '{"model": {"target": "\\u0024{oc.env:EVIL}"}}',
+    '{"model": {"target": "${oc.decode:${oc.env:EVIL}}"}}',
+    '{"recipe": "evil", "model": {"target": "${.args.x}", "args": {"x": "os:system"}}}',
+    '{"model": {"target": "a:b"}, "model": {"target": "os:system", "args": {"command": "x"}}}',
+    "model: {target: !!python/name:os.system , args: {command: touch touched}}",
+    "[" * 5000,
 )
-def test_a_configuration_that_is_not_as_written_is_refused(rundir: RunDir, text: str) -> None:
+"""Ways to name code in files that a search for texts, or another parser, does not see."""
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+def test_a_configuration_that_hides_what_it_names_is_refused(
+    home: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVIL", "os:system")
+    evil = "# @package _global_\nmodel: {target: 'os:system', args: {command: touch touched}}\n"
+    rundir = RunDir(home / "runs" / "mine")
+    rundir.create()
+    rundir.plan_file.write_text("{}")
     rundir.config_file.write_text(text)
-    with pytest.raises(UsageError, match="names code"):
-        trust.check_config(rundir, trusted=False)
+    for file in ("conf/plugin/evil.yaml", "recipes/evil.yaml", "runs/mine/evil.yaml"):
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(evil)
+    words = [f"recipe={rundir.config_file}"]
+    for given, saved in (([], rundir), (words, None)):
+        try:
+            config, problems = compose(given, saved=saved, notices=[])
+        except UsageError:
+            continue
+        assert problems or isinstance(config["plugin"], str)
+        assert "os:system" not in str(config)
+
+
+@pytest.mark.parametrize("verb", ["run", "plan", "submit", "verify"])
+def test_a_run_directory_as_a_recipe_names_no_code(
+    home: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = run_of_others(home, {"model": EVIL})
+    assert guarded([verb, f"recipe={foreign.config_file}", "name=other"]) == 2
+    assert "model.target=os:system" in capsys.readouterr().err
+    assert not (home / "touched").exists()
+
+
+FOREIGN: dict[str, Any] = {
+    "model.hf": "/etc",
+    "model.args": {"trust_remote_code": True},
+    "data.path": "~/.ssh/id_ed25519",
+    "data.mixture": [{"path": "/etc/passwd", "weight": 1.0}],
+    "data.tokenizer": "/etc/passwd",
+    "data.chat_template": "evil.jinja",
+    "train.distill": {"teacher": "/etc"},
+    "adapter.path": "/etc",
+    "checkpoint.resume": "s3://elsewhere/run",
+    "runs_dir": "s3://elsewhere/runs",
+    "plugin.disk_path": "/home",
+    "optim.name": "os:system",
+    "optim.schedule": {"name": "os:system"},
+    "observe.notify": {"url": "http://elsewhere"},
+    "observe.trackers": ["wandb"],
+    "observe.metrics_port": 9000,
+    "cluster.rdzv_endpoint": "elsewhere:29500",
+    "cluster.slurm": {"setup": ["touch touched"]},
+    "cluster.hosts": {"names": ["elsewhere"]},
+    "cluster.kubernetes": {"image": "elsewhere/image"},
+    "unknown.key": "os:system",
+}
+"""Key → value that no run directory of somebody else may decide."""
+
+
+def run_of_others(home: Path, settings: dict[str, Any]) -> RunDir:
+    rundir = RunDir(home / "runs" / "foreign")
+    rundir.create()
+    rundir.plan_file.write_text("{}")
+    rundir.config_file.write_text(json.dumps(settings))
+    return rundir
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_others_decide_no_code_command_address_or_file(home: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    settings = {section: {name: FOREIGN[key]} if name else FOREIGN[key]}
+    rundir = run_of_others(home, settings)
+    with pytest.raises(UsageError, match=re.escape(key)):
+        compose(["train.max_steps=3"], saved=rundir, notices=[])
+    compose([], saved=rundir, trusted=True, notices=[])
+    given = [as_override(key, FOREIGN[key])] if isinstance(FOREIGN[key], str) else []
+    if given and not key.startswith("unknown"):  # named again, it is this user's
+        config, _ = compose(given, saved=rundir, notices=[])
+        assert trust.calls(config)[key] == FOREIGN[key]
+
+
+def test_texts_of_a_run_stay_as_they_are(home: Path) -> None:
+    texts = {"notify": {"url": "${oc.env:HOOK}"}, "samples": {"prompts": ["${a} \\${b}"]}}
+    rundir = run_of_others(home, {"observe": texts})
+    observe = compose([], saved=rundir, trusted=True, notices=[])[0]["observe"]
+    assert observe["notify"]["url"] == "${oc.env:HOOK}"
+    assert observe["samples"]["prompts"] == ["${a} \\${b}"]
+
+
+def test_a_signature_is_of_one_part_and_one_form(home: Path) -> None:
+    signed = [
+        trust._signature(part, trust.calls({"observe": {"notify": {"command": command}}}))
+        for part in ("plan", "config")
+        for command in (["ls -l"], ["ls", "-l"], "ls -l")
+    ]
+    assert len(set(signed)) == len(signed)
 
 
 def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
@@ -104,7 +214,7 @@ def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
     write_signed(resolved.plan, rundir, resolved.config)
     rundir.signature_file.unlink()
     trust.check(rundir, rundir.plan(), trusted=False)
-    trust.check_config(rundir, trusted=False)
+    compose([], saved=rundir, notices=[])
 
 
 def test_a_key_that_others_can_read_signs_nothing(rundir: RunDir) -> None:
