@@ -13,8 +13,7 @@ from colotrain.events.liveness import Launcher, find, is_running, launcher_of, s
 from colotrain.events.view import ENDED
 from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers import commands
-from colotrain.schedulers.job import job_logs, recall
-from colotrain.schedulers.registry import scheduler_of_job
+from colotrain.schedulers.registry import job_logs, recall, scheduler_of_job
 from colotrain.show.console import print_json
 from colotrain.show.formatting import clean
 from colotrain.show.logs import LAUNCHERS, Lines, sources

@@ -24,7 +24,8 @@ from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import naming
 from colotrain.runs.row import Row, cost_cells, job_text
 from colotrain.schedulers import registry
-from colotrain.schedulers.job import OVER, JobState, Submitted, recall
+from colotrain.schedulers.job import OVER, JobState, Submitted
+from colotrain.schedulers.registry import has_foreign_job, recall
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import clean, shown, shown_loss
 from colotrain.show.progress import print_plain
@@ -32,6 +33,7 @@ from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import short_duration
 
+FOREIGN_JOB = "its job.json was not written by you on this machine: no scheduler is asked"
 STOP_TIMEOUT_S = 120.0
 POLL_S = 0.2
 REPORT_S = 10.0
@@ -71,6 +73,8 @@ def list_runs(*, as_json: bool, root: Path = RUNS, place: str = "") -> int:
 def rows_of(rundirs: list[RunDir]) -> list[Row]:
     """Return the rows of runs, from their folders and from the schedulers of their jobs."""
     rows = [row_of(rundir) for rundir in rundirs]
+    for rundir in filter(has_foreign_job, rundirs):
+        print(clean(f"warning: {rundir.name}: {FOREIGN_JOB}"), file=sys.stderr)
     jobs = {rundir.name: known for rundir in rundirs if (known := recall(rundir))}
     if not jobs:
         return rows
@@ -264,6 +268,7 @@ def stop(
     waiting = now == "starting" and not is_alive(rundir) and view.launched_at is None
     if now not in ("starting", "running") or waiting:
         what = "not started yet" if waiting else f"not running ({now})"
+        what += f"; {FOREIGN_JOB}" if has_foreign_job(rundir) else ""
         raise UsageError(f"{rundir.name}: {what}", "`colotrain runs` shows which are running")
     ask_to_stop(rundir)
     ended = wait_for_end(rundir, timeout_s=timeout_s)

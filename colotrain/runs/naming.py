@@ -15,7 +15,8 @@ from colotrain.events import liveness
 from colotrain.records import read, to_plain
 from colotrain.rundir import RunDir
 from colotrain.schedulers import registry
-from colotrain.schedulers.job import OVER, recall
+from colotrain.schedulers.job import OVER
+from colotrain.schedulers.registry import recall
 from colotrain.spec.plan import RunPlan
 
 WHERE_IT_STARTS = (

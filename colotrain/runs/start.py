@@ -33,8 +33,7 @@ from colotrain.runs.resolving import (
     resolve_config,
 )
 from colotrain.runs.uploader_process import UploaderProcess, report_unsent
-from colotrain.schedulers.job import recall
-from colotrain.schedulers.registry import scheduler_of_job
+from colotrain.schedulers.registry import recall, scheduler_of_job
 from colotrain.show.console import print_json, stderr_console
 from colotrain.show.notify import check_notify
 from colotrain.spec.exit_codes import DONE, LEFT

@@ -20,8 +20,8 @@ from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, re
 from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import Element, elements_of, named, write_sweep
 from colotrain.schedulers.commands import NotInstalled
-from colotrain.schedulers.job import Job, Submitted, remember
-from colotrain.schedulers.registry import scheduler_or_default
+from colotrain.schedulers.job import Job, Submitted
+from colotrain.schedulers.registry import remember, scheduler_or_default
 from colotrain.show.console import print_json
 from colotrain.spec.plan import RunPlan
 

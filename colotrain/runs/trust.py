@@ -9,20 +9,17 @@ renamed and shared, and one from elsewhere runs no code, reaches no address and 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from colotrain import signatures
 from colotrain.errors import UsageError
 from colotrain.records import to_plain
 from colotrain.rundir import OFFLOAD, RunDir, write_atomically
+from colotrain.signatures import is_signed
 from colotrain.spec.plan import RunPlan
 
 OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
@@ -102,7 +99,6 @@ Numbers and truth values of these are allowed as well. What stands nowhere here 
 a key has precedence over its section.
 """
 MOST_NAMED = 8
-KEY_BYTES = 32
 
 
 def calls(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,15 +168,14 @@ def restore_files(before: dict[Path, str]) -> None:
 
 
 def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
-    """Sign the plan, and `config` if given, as written by this user.
-
-    If the home is not writable nothing is signed, and `check` will require `--trust-code`.
-    """
-    with suppress(OSError):
-        made = _read(rundir) | {"plan": _signature("plan", calls(to_plain(plan)))}
-        if config is not None:
-            made |= {"config": _signature("config", calls(json.loads(config)))}
-        write_atomically(rundir.signature_file, json.dumps(made) + "\n")
+    """Sign the plan, and `config` if given, as written by this user."""
+    signatures.sign(
+        rundir,
+        {
+            "plan": calls(to_plain(plan)),
+            **({} if config is None else {"config": calls(json.loads(config))}),
+        },
+    )
 
 
 def check(
@@ -197,7 +192,7 @@ def check(
     gave as arguments, by key.
     """
     named = calls(to_plain(plan))
-    if trusted or _is_signed(rundir, "plan", named):
+    if trusted or is_signed(rundir, "plan", named):
         return
     sections, given = tuple(only), given or {}
     wrong = {
@@ -232,7 +227,7 @@ def check_config(
 
     `arguments` is what the arguments alone compose: what they say is this user's.
     """
-    if trusted or _is_signed(rundir, "config", calls(read_config(rundir))):
+    if trusted or is_signed(rundir, "config", calls(read_config(rundir))):
         return
     own = calls(arguments)
     named = {key: value for key, value in calls(config).items() if own.get(key) != value}
@@ -249,56 +244,3 @@ def _refusal(rundir: RunDir, named: Mapping[str, Any]) -> UsageError:
         "on this machine",
         "look at what that is, then add --trust-code, or give the same settings as arguments",
     )
-
-
-def _is_signed(rundir: RunDir, part: str, named: Mapping[str, Any]) -> bool:
-    try:
-        made = _signature(part, named, make=False)
-    except OSError:
-        return False
-    return hmac.compare_digest(str(_read(rundir).get(part)).encode(), made.encode())
-
-
-def _read(rundir: RunDir) -> dict[str, Any]:
-    try:
-        found = json.loads(rundir.signature_file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _signature(part: str, named: Mapping[str, Any], *, make: bool = True) -> str:
-    """Return the signature of what a part of a run directory names: the plan, the job, …"""
-    text = json.dumps([part, named], sort_keys=True)
-    return hmac.new(_key(make=make), text.encode(), hashlib.sha256).hexdigest()
-
-
-def _key(*, make: bool) -> bytes:
-    """Return this user's key, created if missing; raise `OSError` if that is impossible."""
-    path = key_file()
-    if make and not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        with suppress(FileExistsError):  # another process created one meanwhile
-            os.link(temporary, path)
-        temporary.unlink()
-    with path.open("rb") as file:
-        about = os.fstat(file.fileno())
-        if about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{path}: others can read or write it")
-        key = file.read()
-    if len(key) != KEY_BYTES:
-        raise PermissionError(f"{path}: is no key")
-    return key
-
-
-def key_file() -> Path:
-    """Return `$XDG_STATE_HOME/colotrain/key`, else `~/.local/state/colotrain/key`."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    try:
-        return Path(state).expanduser().absolute() / "colotrain" / "key"
-    except RuntimeError as error:  # the home is unknown
-        raise FileNotFoundError(str(error)) from error

@@ -130,7 +130,7 @@ def submit(script_file: str, settings: Dstack) -> str:
 
 def cancel(job: Submitted) -> None:
     """Ask dstack to stop the run."""
-    words = _dstack(job.section(Dstack), "stop", "-y", job.job)
+    words = _dstack(job.section(Dstack), "stop", "-y", "--", job.job)
     done = commands.run(words, label=LABEL, timeout_s=commands.SUBMIT_S)
     if done.returncode:
         raise ColotrainError(f"{LABEL}: {commands.said(done)}", "`dstack ps` shows what is left")
@@ -158,8 +158,8 @@ def log_command(job: Submitted, *, lines: int, follow: bool) -> list[str]:
     """Return the command that prints what node 0 prints; dstack counts no lines."""
     settings = job.section(Dstack)
     if follow:
-        return _dstack(settings, "attach", "--logs", job.job)
-    return _dstack(settings, "logs", job.job)
+        return _dstack(settings, "attach", "--logs", "--", job.job)
+    return _dstack(settings, "logs", "--", job.job)
 
 
 asked_gpus = elsewhere.rank_gpus

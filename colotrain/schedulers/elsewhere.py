@@ -21,6 +21,8 @@ PORT = 29500
 """Port at which node 0 listens; each job has addresses of its own."""
 PLAN_FOLDER = "/tmp/colotrain-plan"
 """Folder on the nodes into which a cloud's scheduler copies the files that a job carries."""
+JOB_ID = r"[a-z][a-z0-9-]{0,39}"
+"""Pattern of `legal_name`."""
 NAME_LENGTH = 40
 """Maximum length of a job's name: schedulers append to it, and a host name has 63 characters."""
 SECRET = re.compile(r"token|secret|passw|credential|(^|_)key($|_)|api_?key", re.IGNORECASE)

@@ -26,6 +26,7 @@ from colotrain.spec import exit_codes
 
 LABEL = "the hosts"
 KEY = "cluster.hosts.names"
+JOB_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 CONNECT_S = 10
 """Seconds in which a host must accept a connection."""
 PORTS = (20000, 10000)
@@ -178,7 +179,8 @@ def submit(script_file: str, settings: Hosts) -> str:
         state = shlex.quote(str(rundir.hosts / str(rank)))
         text = f"[ -r {script} ] || exit {UNSEEN}\n"
         text += f"setsid sh {script} {given} </dev/null >>{log} 2>&1 &\n"
-        text += f"for i in 1 2 3 4 5; do grep -qs {job} {state} && exit; sleep 1; done; exit 1\n"
+        begun = f"grep -qsFe {shlex.quote(job)} -- {state}"
+        text += f"for i in 1 2 3 4 5; do {begun} && exit; sleep 1; done; exit 1\n"
         done = _ssh(host, text, timeout_s=commands.ASK_S)
         if done.returncode == UNSEEN:
             raise ColotrainError(f"it does not see {script_file}: ./runs has to be a shared folder")
@@ -208,7 +210,8 @@ def _told(rundir: RunDir, job: str, rank: int) -> tuple[str, int]:
     """Return what a host recorded: ("running", process id), ("ended", exit code), or ("", 0)."""
     try:
         its, word, number = (rundir.hosts / str(rank)).read_text("ascii", "replace").split()
-        return (word, int(number)) if its == job else ("", 0)
+        is_own = its == job and number.isdecimal() and (word == "ended" or int(number) > 1)
+        return (word, int(number)) if is_own else ("", 0)
     except (OSError, ValueError):
         return "", 0
 
@@ -256,7 +259,7 @@ def _look(job: Submitted, host: str, rank: int) -> tuple[str, str]:
 
 def _is_there(job: str, pid: int) -> str:
     """Return a shell line that exits unless the process with this id is the job's script."""
-    return f"case $(ps -o args= -p {pid:d}) in *{job}*) ;; *) exit 1 ;; esac\n"
+    return f"case $(ps -o args= -p {pid:d}) in *{shlex.quote(job)}*) ;; *) exit 1 ;; esac\n"
 
 
 def cancel(job: Submitted) -> None:

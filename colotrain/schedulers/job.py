@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from colotrain.errors import ConfigError
-from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.records import from_plain
 from colotrain.spec.schedulers import DEFAULT
 
 T = TypeVar("T")
@@ -52,6 +48,7 @@ class Submitted:
     job: str
     """`123`, or `123_4` for an element of an array."""
     script: str
+    """Path of the job's script, in the folder of the run or of its sweep."""
     sweep: str | None = None
     scheduler: str = DEFAULT
     settings: dict[str, Any] = field(default_factory=dict)
@@ -93,26 +90,3 @@ class NodeKind:
     gpu_type: str = ""
     """The scheduler's name of the GPU type; empty if the site gives its GPUs no type."""
     num_gpus: int = 0
-
-
-def remember(rundir: RunDir, submitted: Submitted) -> None:
-    write_atomically(rundir.job_file, json.dumps(to_plain(submitted), indent=2) + "\n")
-
-
-def recall(rundir: RunDir) -> Submitted | None:
-    """Return the run's job; None if it has none, or its file cannot be read."""
-    try:
-        return from_plain(Submitted, json.loads(rundir.job_file.read_text("utf-8")))
-    except (OSError, ValueError, RecursionError, ConfigError):
-        return None
-
-
-def job_logs(rundir: RunDir) -> list[Path]:
-    """Return the logs of the run's job, node 0's first; a requeued job appends to them."""
-    known = recall(rundir)
-    if known is None:
-        return []
-    folder, logs = RunDir(Path(known.script).parent), list[Path]()
-    while not logs or logs[-1].exists():
-        logs.append(folder.job_log(known.job, node=len(logs)))
-    return logs

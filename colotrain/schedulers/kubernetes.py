@@ -268,25 +268,29 @@ def test(script: str, settings: Kubernetes) -> str:
 def submit(script_file: str, settings: Kubernetes) -> str:
     """Apply the manifest, in place of an earlier job of the same run; return the job's name."""
     plan, text = elsewhere.read_job(script_file)
-    _delete(text, settings)
+    name = str(plan["metadata"]["name"])
+    _delete(name, settings)
     words = [*_kubectl(settings), "apply", "-f", "-"]
     done = commands.run(words, label=LABEL, text=text, timeout_s=commands.SUBMIT_S)
     fix = f"its manifest is {script_file}"
     commands.checked(done, what=f"{LABEL} refuses the job", fix=fix)
-    return str(plan["metadata"]["name"])
+    return name
 
 
 def cancel(job: Submitted) -> None:
     """End the job's pods, which save first, and take its objects away."""
-    with open(job.script, encoding="utf-8") as file:
-        _delete(file.read(), job.section(Kubernetes))
+    _delete(job.job, job.section(Kubernetes))
 
 
-def _delete(text: str, settings: Kubernetes) -> None:
+def _delete(name: str, settings: Kubernetes) -> None:
+    """Delete the objects of `render`, by their kinds and their one name."""
+    kinds = ["configmap", "service", "job.batch"]
+    if settings.kind == "trainjob":
+        kinds = ["configmap", "trainjob.trainer.kubeflow.org"]
     bound_s = settings.grace_s + commands.ASK_S
-    how = ["--ignore-not-found", "--cascade=foreground", f"--timeout={bound_s:.0f}s", "-f", "-"]
-    words = [*_kubectl(settings), "delete", *how]
-    done = commands.run(words, label=LABEL, text=text, timeout_s=bound_s + commands.ASK_S)
+    how = ["--ignore-not-found", "--cascade=foreground", f"--timeout={bound_s:.0f}s"]
+    words = [*_kubectl(settings), "delete", *how, "--", *(f"{kind}/{name}" for kind in kinds)]
+    done = commands.run(words, label=LABEL, timeout_s=bound_s + commands.ASK_S)
     if done.returncode:
         fix = "`kubectl get pods` shows what is left"
         raise ColotrainError(f"{LABEL}: {commands.said(done)}", fix)

@@ -8,14 +8,20 @@ whose nodes see the run's folder have container and snapshot, too.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from colotrain.errors import Problem
+from colotrain import signatures
+from colotrain.errors import ConfigError, Problem
 from colotrain.records import from_plain, to_plain
+from colotrain.rundir import RunDir, run_name, write_atomically
 from colotrain.schedulers import (
     dstack,
+    elsewhere,
     hosts,
     kubernetes,
     skypilot,
@@ -85,6 +91,8 @@ class Scheduler:
     """Yields settings that cannot be meant."""
     render: Callable[[Job, Any], str]
     """Returns the text of a job's script, from the job and its settings."""
+    job_id: str
+    """Pattern of the ids of its jobs."""
     ending: str
     """Ending of the script's name."""
     commands: Commands
@@ -106,6 +114,7 @@ def _elsewhere(name: str, settings: type[Any], module: Any) -> Scheduler:
         settings=settings,
         check=module.check,
         render=module.render,
+        job_id=elsewhere.JOB_ID,
         ending="yaml",
         commands=module,
         is_elsewhere=True,
@@ -119,6 +128,7 @@ SCHEDULERS = {
         settings=slurm_settings.Slurm,
         check=slurm_settings.check_slurm,
         render=slurm.render,
+        job_id=slurm_queue.JOB_ID,
         ending="sbatch",
         commands=slurm_queue,
         nodes=slurm_queue,
@@ -133,6 +143,7 @@ SCHEDULERS = {
         settings=hosts.Hosts,
         check=hosts.check,
         render=hosts.render,
+        job_id=hosts.JOB_ID,
         ending="sh",
         commands=hosts,
     ),
@@ -155,6 +166,51 @@ def scheduler_or_default(config: dict[str, Any]) -> Scheduler:
 
 def scheduler_of_job(job: Submitted) -> Scheduler:
     return SCHEDULERS[job.scheduler]
+
+
+def remember(rundir: RunDir, submitted: Submitted) -> None:
+    """Write the run's job, signed."""
+    plain = to_plain(submitted)
+    write_atomically(rundir.job_file, json.dumps(plain, indent=2) + "\n")
+    signatures.sign(rundir, {"job": [rundir.name, plain]})
+
+
+def recall(rundir: RunDir) -> Submitted | None:
+    """Return the run's job; None if it has none, or none that this user submitted.
+
+    Its id and its settings go into commands, so both are checked as well. The script is that of the
+    run's own folder, or of its sweep's.
+    """
+    try:
+        plain = json.loads(rundir.job_file.read_text("utf-8"))
+        if not signatures.is_signed(rundir, "job", [rundir.name, plain]):
+            return None
+        known = from_plain(Submitted, plain)
+        scheduler = SCHEDULERS[known.scheduler]
+        settings = from_plain(scheduler.settings, known.settings)
+    except (OSError, ValueError, RecursionError, KeyError, ConfigError):
+        return None
+    sweep, is_job = known.sweep, re.fullmatch(scheduler.job_id, known.job, re.ASCII)
+    if not is_job or any(scheduler.check(settings)) or (sweep and run_name(sweep) != sweep):
+        return None
+    folder = RunDir(rundir.path.with_name(sweep)) if sweep else rundir
+    return replace(known, script=str(folder.job_script(scheduler.ending)))
+
+
+def has_foreign_job(rundir: RunDir) -> bool:
+    """Whether the folder has a job that this user did not submit: no scheduler is asked of it."""
+    return rundir.job_file.exists() and recall(rundir) is None
+
+
+def job_logs(rundir: RunDir) -> list[Path]:
+    """Return the logs of the run's job, node 0's first; a requeued job appends to them."""
+    known = recall(rundir)
+    if known is None:
+        return []
+    folder, logs = RunDir(Path(known.script).parent), list[Path]()
+    while not logs or logs[-1].exists():
+        logs.append(folder.job_log(known.job, node=len(logs)))
+    return logs
 
 
 def ask(jobs: Iterable[Submitted]) -> Answers:

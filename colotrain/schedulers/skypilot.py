@@ -124,7 +124,7 @@ def submit(script_file: str, settings: SkyPilot) -> str:
 
 def cancel(job: Submitted) -> None:
     """Cancel the job and take its cluster down."""
-    for words in (["cancel", job.job, "--all", "--yes"], ["down", "--yes", job.job]):
+    for words in (["cancel", "--all", "--yes", "--", job.job], ["down", "--yes", "--", job.job]):
         done = commands.run(["sky", *words], label=LABEL, timeout_s=LAUNCH_S)
     if done.returncode and "not found" not in done.stderr + done.stdout:
         raise ColotrainError(f"{LABEL}: {commands.said(done)}", "`sky status` shows what is left")
@@ -134,7 +134,9 @@ def ask(jobs: Sequence[Submitted]) -> Answers:
     """Return the states of jobs that SkyPilot still has a cluster for."""
     answers, names = Answers(), [job.job for job in jobs]
     try:
-        done = commands.run(["sky", "queue", "-o", "json", *names], label=LABEL, timeout_s=60.0)
+        done = commands.run(
+            ["sky", "queue", "-o", "json", "--", *names], label=LABEL, timeout_s=60.0
+        )
         queues: dict[str, Any] = json.loads(done.stdout[done.stdout.find("{") :] or "{}")
         for name in names:
             if queues.get(name):
@@ -148,7 +150,8 @@ def ask(jobs: Sequence[Submitted]) -> Answers:
 
 def log_command(job: Submitted, *, lines: int, follow: bool) -> list[str]:
     """Return the command that prints what the job's nodes print."""
-    return ["sky", "logs", job.job, "--follow" if follow else "--no-follow", f"--tail={lines}"]
+    how = ["--follow" if follow else "--no-follow", f"--tail={lines}"]
+    return ["sky", "logs", *how, "--", job.job]
 
 
 asked_gpus = elsewhere.rank_gpus

@@ -13,6 +13,7 @@ from colotrain.schedulers.job import Answers, JobState, NodeKind, Submitted
 from colotrain.schedulers.slurm_settings import Slurm
 
 LABEL = "SLURM"
+JOB_ID = r"\d{1,20}(_\d{1,10})?"
 SUBMIT_S = 60.0
 ASK_S = 5.0
 GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
@@ -55,7 +56,7 @@ def _check_reached(said: str) -> None:
 def cancel(submitted: Submitted) -> None:
     """Remove a job from the queue, or end it."""
     job = submitted.job
-    done = _run(["scancel", job], timeout_s=ASK_S * 2)
+    done = _run(["scancel", "--", job], timeout_s=ASK_S * 2)
     if done.returncode and "already" not in done.stderr and "Invalid job id" not in done.stderr:
         raise ColotrainError(f"job {job}: {_said(done)}", f"try `scancel {job}`")
 

@@ -20,7 +20,8 @@ from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.runs.sweep import Element, table
 from colotrain.runs.trust import write_signed
 from colotrain.schedulers import slurm_queue as queue
-from colotrain.schedulers.job import Answers, JobState, Submitted, remember
+from colotrain.schedulers.job import Answers, JobState, Submitted
+from colotrain.schedulers.registry import remember
 from tests.running import SMALL
 
 X = (*SMALL, "name=x", "plugin=zero2")

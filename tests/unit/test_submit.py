@@ -17,7 +17,8 @@ from colotrain.rundir import RunDir
 from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import elements_of
 from colotrain.schedulers import slurm_queue as queue
-from colotrain.schedulers.job import JobState, Submitted, recall
+from colotrain.schedulers.job import JobState, Submitted
+from colotrain.schedulers.registry import recall
 from colotrain.schedulers.slurm_queue import asked_gpus
 from colotrain.schedulers.slurm_settings import Slurm
 from colotrain.show.logs import Lines, Source
@@ -300,7 +301,7 @@ def test_stop_takes_a_waiting_job_out_for_good(
     assert guarded(["submit", *TINY, "name=waits"]) == 2
     assert "job 7 has this run (PENDING)" in capsys.readouterr().err
     assert guarded(["stop", "waits"]) == 0
-    assert Path("cancelled").read_text() == "7\n"
+    assert Path("cancelled").read_text() == "-- 7\n"
     assert rundir.cancel_file.exists()
     assert capsys.readouterr().out == "waits: was waiting (PENDING); job 7 is cancelled\n"
     assert guarded(["stop", "waits", "--json"]) == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from colotrain import signatures
 from colotrain.cli.main import guarded
 from colotrain.config.compose import as_override
 from colotrain.errors import UsageError
@@ -46,7 +47,7 @@ def rundir(home: Path) -> RunDir:
 
 
 def test_ones_own_run_is_trusted_wherever_it_is_moved(rundir: RunDir, home: Path) -> None:
-    assert trust.key_file().stat().st_mode & 0o777 == 0o600
+    assert signatures.key_file().stat().st_mode & 0o777 == 0o600
     moved = RunDir(shutil.move(rundir.path, home / "runs" / "moved"))
     trust.check(moved, moved.plan(), trusted=False)
     compose([], saved=moved, notices=[])
@@ -198,9 +199,13 @@ def test_texts_of_a_run_stay_as_they_are(home: Path) -> None:
     assert observe["samples"]["prompts"] == ["${a} \\${b}"]
 
 
+def notified_by(command: str | list[str]) -> dict[str, Any]:
+    return {"observe": {"notify": {"command": command}}}
+
+
 def test_a_signature_is_of_one_part_and_one_form(home: Path) -> None:
     signed = [
-        trust._signature(part, trust.calls({"observe": {"notify": {"command": command}}}))
+        signatures._signature(part, trust.calls(notified_by(command)), make=True)
         for part in ("plan", "config")
         for command in (["ls -l"], ["ls", "-l"], "ls -l")
     ]
@@ -218,6 +223,6 @@ def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
 
 
 def test_a_key_that_others_can_read_signs_nothing(rundir: RunDir) -> None:
-    trust.key_file().chmod(0o644)
+    signatures.key_file().chmod(0o644)
     with pytest.raises(UsageError):
         trust.check(rundir, rundir.plan(), trusted=False)

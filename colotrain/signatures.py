@@ -1,0 +1,84 @@
+"""Signatures of what this user wrote into a run directory, with a key that no run directory has.
+
+The key is in the user's home. A directory can be moved and renamed, and its signatures stay valid;
+what somebody else wrote, or changed, has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from colotrain.rundir import RunDir, write_atomically
+
+KEY_BYTES = 32
+
+
+def sign(rundir: RunDir, parts: Mapping[str, Any]) -> None:
+    """Add signatures of parts of the run directory, such as its job; their content is plain data.
+
+    If the home is not writable nothing is signed, and the parts will count as somebody else's.
+    """
+    with suppress(OSError):
+        made = {part: _signature(part, content, make=True) for part, content in parts.items()}
+        write_atomically(rundir.signature_file, json.dumps(_read(rundir) | made) + "\n")
+
+
+def is_signed(rundir: RunDir, part: str, content: Any) -> bool:
+    """Whether this user wrote this content of a part of the run directory."""
+    try:
+        made = _signature(part, content, make=False)
+    except OSError:
+        return False
+    return hmac.compare_digest(str(_read(rundir).get(part)).encode(), made.encode())
+
+
+def _read(rundir: RunDir) -> dict[str, Any]:
+    try:
+        found = json.loads(rundir.signature_file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _signature(part: str, content: Any, *, make: bool) -> str:
+    text = json.dumps([part, content], sort_keys=True)
+    return hmac.new(_key(make=make), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes:
+    """Return this user's key, created if missing; raise `OSError` if that is impossible."""
+    path = key_file()
+    if make and not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        with suppress(FileExistsError):  # another process created one meanwhile
+            os.link(temporary, path)
+        temporary.unlink()
+    with path.open("rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path}: others can read or write it")
+        key = file.read()
+    if len(key) != KEY_BYTES:
+        raise PermissionError(f"{path}: is no key")
+    return key
+
+
+def key_file() -> Path:
+    """Return `$XDG_STATE_HOME/colotrain/key`, else `~/.local/state/colotrain/key`."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    try:
+        return Path(state).expanduser().absolute() / "colotrain" / "key"
+    except RuntimeError as error:  # the home is unknown
+        raise FileNotFoundError(str(error)) from error
