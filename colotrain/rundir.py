@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-import tempfile
-from collections.abc import Sequence
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from colotrain.errors import UsageError, suggest
 from colotrain.spec.plan import RunPlan
@@ -17,6 +20,8 @@ RUNS = Path("runs")
 HOW_TO_START = "start one, as in `colotrain run recipe=llm-tiny`"
 OFFLOAD = "offload"
 """Folder of gemini's disk tier inside a run directory, if the user set no other."""
+OTHERS = ("trackers", "code")
+"""Beginnings of folders in a run directory that other programs fill: trackers, and git."""
 NOISE = "noise"
 """Content of a gradient record request that also asks for the gradient noise."""
 
@@ -112,8 +117,7 @@ class RunDir:
 
     def request_grads(self, *, noise: bool = False) -> None:
         """Ask a running job for a gradient record of its next step."""
-        self.grads_request_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(self.grads_request_file, NOISE if noise else "")
+        self.write(self.grads_request_file, NOISE if noise else "")
 
     def grads_request(self) -> str | None:
         """Return the content of the request, "" or `NOISE`; None if there is no request."""
@@ -124,9 +128,8 @@ class RunDir:
 
     def request_profile(self, *, num_steps: int, ranks: Sequence[int]) -> None:
         """Ask a running job for traces of its next steps."""
-        self.profile_request_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps({"num_steps": num_steps, "ranks": list(ranks)})
-        write_atomically(self.profile_request_file, text)
+        self.write(self.profile_request_file, text)
 
     def profile_request(self) -> tuple[int, tuple[int, ...]] | None:
         """Return the number of steps and the ranks that are asked for; None if there are none."""
@@ -173,9 +176,48 @@ class RunDir:
         return self.checkpoints / f"step-{step:08d}"
 
     def create(self) -> None:
-        """Create the folders, readable only by the user."""
-        for folder in (self.path, self.events, self.logs, self.checkpoints, self.stop_file.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Create the folders, readable only by the user; `UsageError` for links in them."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+            self.path.chmod(0o700)
+        if strange := next(self.strange_files(), None):
+            problem = f"{strange}: expected a file or a folder, no link, FIFO or device"
+            fix = f"look at it, and take it out; {self.path} itself may be a link to a folder"
+            raise UsageError(problem, fix)
+        for folder in (self.events, self.logs, self.checkpoints, self.stop_file.parent):
+            make_folder(folder, inside=self.path)
+
+    def strange_files(self) -> Iterator[Path]:
+        """Yield what is neither a file nor a folder, where colotrain writes."""
+        folders = [self.path]
+        while folders:
+            with suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    path = Path(entry.path)
+                    if entry.is_dir(follow_symlinks=False):
+                        is_others = path.parent == self.path and path.name.startswith(OTHERS)
+                        folders += [] if is_others else [path]
+                    elif not entry.is_file(follow_symlinks=False):
+                        yield path
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder of this run, for the user alone, without following links."""
+        make_folder(path, inside=self.path)
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open a regular file of this run as `os.open` does, without following links."""
+        return open_inside(self.path, path, flags)
+
+    def append(self, path: Path) -> BinaryIO:
+        """Open a file of this run for writing at its end."""
+        return os.fdopen(self.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+    def write(self, path: Path, content: str | bytes) -> None:
+        """Replace a file of this run atomically; its folder is made if missing."""
+        if path.parent != self.path:
+            self.make_folder(path.parent)
+        write_atomically(path, content, inside=self.path)
 
     def write_plan(self, plan: RunPlan) -> None:
         """Write `plan.json`; an earlier, different plan is kept as `plan-N.json`."""
@@ -183,13 +225,13 @@ class RunDir:
         if self.plan_file.exists() and self.plan_file.read_text("utf-8") != text:
             number = len(list(self.path.glob("plan-*.json"))) + 1
             os.replace(self.plan_file, self.path / f"plan-{number}.json")
-        write_atomically(self.plan_file, text)
+        self.write(self.plan_file, text)
 
     def plan(self) -> RunPlan:
         return RunPlan.load(self.plan_file)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+        self.write(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
     def next_attempt(self) -> int:
         """Return one more than the highest attempt with an event file, or 0."""
@@ -225,17 +267,99 @@ def run_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` atomically: a reader sees the old or the new content, never a mixture."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(content.encode() if isinstance(content, str) else content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename is None:  # the disk is full
+def write_atomically(path: Path, content: str | bytes, *, inside: Path | None = None) -> None:
+    """Replace `path` atomically: a reader sees the old or the new content, never a mixture.
+
+    No link between the folder `inside`, by default the file's own, and the file is followed.
+    """
+    temporary = f".{path.name}-{secrets.token_hex(8)}"
+    with _folder_of(inside or path.parent, path) as (at, name):
+        try:
+            handle = os.open(temporary, _NEW | os.O_WRONLY, 0o600, dir_fd=at)
+        except OSError as error:
             error.filename = str(path)
+            raise
+        try:
+            with os.fdopen(handle, "wb") as out:
+                os.fchmod(handle, 0o600)
+                out.write(content.encode() if isinstance(content, str) else content)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, name, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException as error:
+            os.unlink(temporary, dir_fd=at)
+            if isinstance(error, OSError) and error.filename in (None, temporary):
+                error.filename = str(path)  # the disk is full
+            raise
+
+
+def make_folder(path: Path, *, inside: Path) -> None:
+    """Make a folder below `inside`, and those between, for the user alone; follow no links."""
+    at = os.open(inside, _FOLDER)
+    try:
+        for name in _names_inside(inside, path):
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=at)
+                os.chmod(name, 0o700, dir_fd=at)
+            at = _step_into(at, name, path)
+    finally:
+        os.close(at)
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_inside(folder: Path, path: Path, flags: int) -> int:
+    """Open a regular file below `folder`, without following links inside the folder.
+
+    A file that is made is readable by its owner alone, whatever the umask. Links, FIFOs and devices
+    raise `OSError`; the folder itself may be reached through links.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block
+    with _folder_of(folder, path) as (at, name):
+        try:
+            handle = os.open(name, flags & ~os.O_TRUNC, 0o600, dir_fd=at)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    if flags & os.O_CREAT and about.st_size == 0 and about.st_uid == os.geteuid():
+        os.fchmod(handle, 0o600)
+    if flags & os.O_TRUNC:
+        os.ftruncate(handle, 0)
+    return handle
+
+
+@contextmanager
+def _folder_of(folder: Path, path: Path) -> Iterator[tuple[int, str]]:
+    """Yield a handle of the folder that holds `path`, and the file's name in it."""
+    *between, name = _names_inside(folder, path)
+    at = os.open(folder, _FOLDER)
+    try:
+        for inner in between:
+            at = _step_into(at, inner, path)
+        yield at, name
+    finally:
+        os.close(at)
+
+
+def _names_inside(folder: Path, path: Path) -> tuple[str, ...]:
+    names = path.relative_to(folder).parts
+    if not names or ".." in names:
+        raise OSError(errno.EINVAL, f"is not inside {folder}", str(path))
+    return names
+
+
+def _step_into(at: int, name: str, path: Path) -> int:
+    """Return a handle of the folder `name` in the folder `at`, which is closed."""
+    try:
+        inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+    except OSError as error:
+        error.filename = str(path)
         raise
+    os.close(at)
+    return inner

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.rundir import RunDir
 
 KEY_BYTES = 32
 
@@ -27,17 +27,21 @@ def sign(rundir: RunDir, parts: Mapping[str, Any]) -> None:
     If the home is not writable nothing is signed, and the parts will count as somebody else's.
     """
     with suppress(OSError):
-        made = {part: _signature(part, content, make=True) for part, content in parts.items()}
-        write_atomically(rundir.signature_file, json.dumps(_read(rundir) | made) + "\n")
+        made = {part: signature(part, content) for part, content in parts.items()}
+        rundir.write(rundir.signature_file, json.dumps(_read(rundir) | made) + "\n")
 
 
 def is_signed(rundir: RunDir, part: str, content: Any) -> bool:
     """Whether this user wrote this content of a part of the run directory."""
+    return is_signature(str(_read(rundir).get(part)), part, content)
+
+
+def is_signature(text: str, part: str, content: Any) -> bool:
     try:
-        made = _signature(part, content, make=False)
+        made = signature(part, content, make=False)
     except OSError:
         return False
-    return hmac.compare_digest(str(_read(rundir).get(part)).encode(), made.encode())
+    return hmac.compare_digest(text.encode(), made.encode())
 
 
 def _read(rundir: RunDir) -> dict[str, Any]:
@@ -48,7 +52,8 @@ def _read(rundir: RunDir) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _signature(part: str, content: Any, *, make: bool) -> str:
+def signature(part: str, content: Any, *, make: bool = True) -> str:
+    """Return the signature of some content; `OSError` without a key, or where none can be made."""
     text = json.dumps([part, content], sort_keys=True)
     return hmac.new(_key(make=make), text.encode(), hashlib.sha256).hexdigest()
 

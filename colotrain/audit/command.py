@@ -125,9 +125,9 @@ def run(command: Sequence[str], rundir: RunDir, *, steps: int, stdout: Any = Non
     Signals that this process gets go to the command; the terminal's reach it by themselves.
     """
     rundir.create()
-    rundir.audit.mkdir(mode=0o700, exist_ok=True)
+    rundir.make_folder(rundir.audit)
     rundir.write_plan(plan_of(command, rundir, steps=steps))
-    writer = EventWriter(rundir.launcher_events)
+    writer = EventWriter(rundir.launcher_events, inside=rundir.path)
     with liveness.claim(rundir), writer:
         try:
             process = subprocess.Popen(

@@ -78,7 +78,8 @@ class Observer:
 
     def write(self, event: EventKind) -> None:
         if self.records is None:
-            self.records = EventWriter(self.rundir.audit_file(rank=rank(), pid=os.getpid()))
+            file = self.rundir.audit_file(rank=rank(), pid=os.getpid())
+            self.records = EventWriter(file, inside=self.rundir.path)
         self.records.write(event)
 
     def remark(self, what: str, text: str, site: Site | None = None) -> None:

@@ -25,7 +25,7 @@ class Report:
     """Writes the events of one process from its first step on."""
 
     def __init__(self, rundir: RunDir) -> None:
-        self.events = EventWriter(rundir.event_file(rank=rank(), attempt=0))
+        self.events = EventWriter(rundir.event_file(rank=rank(), attempt=0), inside=rundir.path)
         self.last_at = time.time()
         self.names: list[str] = []
         self.steps, self.is_over = 0, False

@@ -90,8 +90,10 @@ class Profiler:
         if last < self._first:  # stopped within its first step
             return
         path = run.rundir.trace_file(first=self._first, last=last, rank=run.rank)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        run.rundir.make_folder(path.parent)
         temporary = path.with_name(f".{path.name}")  # its name says that it is compressed
+        temporary.unlink(missing_ok=True)
+        os.close(run.rundir.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         self._torch.export_chrome_trace(str(temporary))
         os.replace(temporary, path)
         run.events.write(Traced(first=self._first, last=last, path=str(path)))

@@ -32,7 +32,6 @@ from colotrain.models import huggingface
 from colotrain.models.loss import by_token
 from colotrain.models.preferences import inputs_of, log_probs_of
 from colotrain.records import to_plain
-from colotrain.rundir import write_atomically
 
 Known = dict[str, Tensor]
 """Split → log-probabilities [samples, 2], NaN where they are not known."""
@@ -146,4 +145,4 @@ def load(run: Run, key: str) -> Known:
 
 def save(run: Run, known: Known, key: str) -> None:
     content = serialized({name: values.clone() for name, values in known.items()}, {"key": key})
-    write_atomically(run.rundir.references_file, content)
+    run.rundir.write(run.rundir.references_file, content)

@@ -42,8 +42,9 @@ def write_samples(run: Run) -> None:
             lines.append({"step": run.step, "prompt": prompt, "text": decode(source, ids)})
     reshard(run.sharded)
     if run.rank == 0:
-        with run.rundir.samples_file.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        with run.rundir.append(run.rundir.samples_file) as file:
+            file.write(text.encode())
         for line in lines:
             text = f"step {run.step}: {_short(line['prompt'])} continues {_short(line['text'])}"
             run.events.write(Note(step=run.step, text=text))

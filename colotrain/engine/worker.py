@@ -82,7 +82,10 @@ def main(path: str) -> int:
     plan = resize(rundir.plan(), nodes)
     rank = int(os.environ["RANK"])
     heartbeat = HeartbeatWriter(
-        rundir.heartbeat_file(rank), rank=rank, patience_s=start_patience(plan)
+        rundir.heartbeat_file(rank),
+        inside=rundir.path,
+        rank=rank,
+        patience_s=start_patience(plan),
     )
     heartbeat.beat(0, "start")
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # sent by the launcher to a silent rank
@@ -91,7 +94,7 @@ def main(path: str) -> int:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(rundir.collective_dumps))
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
-    events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
+    events = EventWriter(rundir.event_file(rank=rank, attempt=attempt), inside=rundir.path)
     run = None
     try:
         if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
+from colotrain.rundir import make_folder, open_inside
 
 LINE_BYTES = 256
 
@@ -37,13 +38,23 @@ class Heartbeat:
 class HeartbeatWriter:
     """Writes one rank's heartbeats, unless the path is None. Takes microseconds, never raises."""
 
-    def __init__(self, path: Path | None = None, *, rank: int = 0, patience_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        inside: Path | None = None,
+        rank: int = 0,
+        patience_s: float = 0.0,
+    ) -> None:
+        """`inside`: the run's folder, below which no links are followed; None: the file's own."""
         self.rank, self.patience_s, self._handle = rank, patience_s, -1
         if path is not None:
             with contextlib.suppress(OSError):
+                if inside is not None:
+                    make_folder(path.parent, inside=inside)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                self._handle = os.open(path, flags, 0o600)
+                flags = os.O_WRONLY | os.O_CREAT
+                self._handle = open_inside(inside or path.parent, path, flags)
 
     def beat(self, step: int, phase: str) -> None:
         if self._handle < 0:

@@ -22,7 +22,7 @@ from colotrain.events.kinds import Step
 from colotrain.events.log import event_files
 from colotrain.events.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import HOW_TO_START, RUNS, RunDir, write_atomically
+from colotrain.rundir import HOW_TO_START, RUNS, RunDir
 from colotrain.spec.schedulers import job_id
 
 SILENT_S = 120.0
@@ -65,7 +65,7 @@ def claim(rundir: RunDir) -> contextlib.ExitStack:
                 fix += f", or wait until it has been silent for {SILENT_S:.0f} s"
             where = f"process {holder.pid} on {holder.host}"
             raise UsageError(f"{rundir.path}: {where} launches this run already", fix)
-        write_atomically(rundir.launcher_file, json.dumps(to_plain(mine)) + "\n")
+        rundir.write(rundir.launcher_file, json.dumps(to_plain(mine)) + "\n")
     held = contextlib.ExitStack()
     held.callback(release, rundir)
     return held

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.events.event import Event, EventKind
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, open_inside
 
 LINE_LIMIT = 16 << 20
 """Maximum bytes per read of one file; a longer line is skipped."""
@@ -47,8 +47,10 @@ class EventWriter:
     counted in `dropped`; a warning on stderr announces the first one.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, inside: Path | None = None) -> None:
+        """`inside`: the run's folder, below which no links are followed; None: the file's own."""
         self.path = Path(path)
+        self._inside = inside or self.path.parent
         self.dropped = 0
         self._handle: int | None = None
         self._torn = False
@@ -80,9 +82,9 @@ class EventWriter:
 
     def _append(self, line: bytes) -> None:
         if self._handle is None:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._handle = os.open(self.path, flags, 0o600)
-            self._torn = _ends_inside_a_line(self.path)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+            self._handle = open_inside(self._inside, self.path, flags)
+            self._torn = _ends_inside_a_line(self._handle)
         text = b"\n" + line if self._torn else line
         written = os.write(self._handle, text)
         if written < len(text):
@@ -288,13 +290,7 @@ def _with_floats(value: Any) -> Any:
     return value
 
 
-def _ends_inside_a_line(path: Path) -> bool:
+def _ends_inside_a_line(handle: int) -> bool:
     """Whether an earlier writer was cut off in the middle of its last line."""
-    try:
-        if not path.is_file() or path.stat().st_size == 0:
-            return False
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:
-        return False
+    size = os.fstat(handle).st_size
+    return size > 0 and os.pread(handle, 1, size - 1) != b"\n"

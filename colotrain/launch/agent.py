@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Left, NotNeeded, Stopped
@@ -32,6 +32,7 @@ from colotrain.launch.survivors import end_survivors, failed
 from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
 from colotrain.records import to_plain
+from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import WORKER_FINAL
 
 LOST_GRACE_S = 10.0
@@ -60,7 +61,7 @@ class Agent(LocalElasticAgent):
         timeout: dict[str, Any] = {"shutdown_timeout": 10}  # since torch 2.12
         super().__init__(
             spec=spec,
-            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+            logs_specs=_PrivateLogs(launch.rundir, logs),
             start_method="forkserver",
             exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
             **(timeout if "shutdown_timeout" in known else {}),
@@ -149,6 +150,22 @@ class Agent(LocalElasticAgent):
             time.sleep(POLL_S)
 
 
+class _PrivateLogs(DefaultLogsSpecs):
+    """Worker logs where torch has them, but for the user alone, whatever the umask."""
+
+    def __init__(self, rundir: RunDir, folder: Path) -> None:
+        super().__init__(log_dir=str(folder), redirects=Std.ALL)
+        self._rundir = rundir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        logs = super().reify(envs)
+        for file in map(Path, (*logs.stdouts.values(), *logs.stderrs.values())):
+            for folder in (file.parent.parent, file.parent):
+                folder.chmod(0o700)
+            self._rundir.append(file).close()
+        return logs
+
+
 def run_workers(launch: Launch) -> None:
     """Run the launch's workers until they end; raises if they fail."""
     files = MemoryFiles(launch.plan)
@@ -167,6 +184,7 @@ def run_workers(launch: Launch) -> None:
     watch.pids, watch.first_rank, watch.logs = agent.pids, agent.first_rank, logs
     failed: BaseException | None = None
     try:
+        launch.rundir.append(logs / "torch.log").close()
         with torch_logs_to(logs / "torch.log"):  # our events replace its messages
             result = agent.run()
         if result.is_failed():
@@ -183,5 +201,5 @@ def run_workers(launch: Launch) -> None:
 def _log_folder(launch: Launch) -> Path:
     of_node = f"-node{launch.node.rank}" if launch.plan.elastic.max_nodes > 1 else ""
     folder = launch.rundir.logs / (time.strftime("%Y%m%d-%H%M%S") + of_node)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    launch.rundir.make_folder(folder)
     return folder

@@ -61,7 +61,7 @@ def launch(
     current = Launch(
         plan=plan,
         rundir=rundir,
-        events=EventWriter(own_file),
+        events=EventWriter(own_file, inside=rundir.path),
         worker=worker,
         node=node,
         watch=Watch(plan=plan, rundir=rundir),
@@ -181,7 +181,7 @@ def _signals(current: Launch) -> Iterator[None]:
         current.signals.append(name)
         if current.signals.count("SIGINT") > 1:
             _end_now(current)
-        current.rundir.stop_file.write_text(name)
+        current.rundir.write(current.rundir.stop_file, name)
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -23,7 +23,7 @@ from colotrain.launch.membership import Membership, Round, SingleNode
 from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry, listen
 from colotrain.records import to_plain
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.rundir import RunDir
 from colotrain.spec.elastic import CopyPlaces
 from colotrain.spec.plan import RunPlan
 
@@ -103,7 +103,7 @@ class Rendezvous:
                 f"({error})",
                 "choose a free port above 1023, and the same one on every node",
             ) from error
-        write_atomically(self.rundir.rendezvous_file, json.dumps({"secret": secret}))
+        self.rundir.write(self.rundir.rendezvous_file, json.dumps({"secret": secret}))
         return NodeRegistry(
             listener,
             secret=secret,

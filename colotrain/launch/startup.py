@@ -44,7 +44,7 @@ def _record(rundir: RunDir, error: BaseException) -> None:
         status = "preempted"
     cause = error.problem if isinstance(error, ColotrainError) else ""
     cause = cause or " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
-    with EventWriter(rundir.launcher_events) as events:
+    with EventWriter(rundir.launcher_events, inside=rundir.path) as events:
         exit_code = EXIT_CODE_BY_STATUS[status]
         events.write(LaunchEnded(status=status, exit_code=exit_code, cause=cause))
 

@@ -147,7 +147,7 @@ def roll_back(rundir: RunDir, plan: RunPlan) -> str | None:
         return None
     number = len(list(rundir.checkpoints.glob(f"{SUPERSEDED}-*"))) + 1
     aside = rundir.checkpoints / f"{SUPERSEDED}-{number}"
-    aside.mkdir(mode=0o700)
+    rundir.make_folder(aside)
     for path in later:
         path.rename(aside / path.name)
     names = ", ".join(path.name for path in reversed(later))

@@ -49,7 +49,7 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
 
 def start(rundir: RunDir) -> subprocess.Popen[bytes]:
     """Start the launcher in a session of its own, which the terminal's end does not signal."""
-    with rundir.launcher_log.open("ab") as log:
+    with rundir.append(rundir.launcher_log) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "colotrain", "resume", str(rundir.path), "--trust-code"],
             stdin=subprocess.DEVNULL,

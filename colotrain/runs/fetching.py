@@ -247,12 +247,12 @@ class StoredRun:
         lines = name.endswith(".jsonl")
         here = file.stat().st_size if file.is_file() else 0
         if lines and entry is not None and here == entry.bytes and stored.bytes > here > 0:
-            with file.open("ab") as out:
+            with self.rundir.append(file) as out:
                 out.write(self.store.read(name, start=here))
         else:
             content = self.store.read(name)
             if not (lines and here and file.read_bytes().startswith(content)):
-                write_atomically(file, content)
+                self.rundir.write(file, content)
         if not lines or file.stat().st_size <= stored.bytes:
             if name != "summary.json":  # which is compared with times of this machine's clock
                 os.utime(file, (stored.modified_at, stored.modified_at))
@@ -282,7 +282,7 @@ class StoredRun:
         """Fetch a checkpoint, check it, and publish it; return what is wrong with it, or None."""
         folder, inside = self.rundir.checkpoints / f".{name}.fetched" / name, f"checkpoints/{name}"
         shutil.rmtree(folder.parent, ignore_errors=True)
-        folder.mkdir(mode=0o700, parents=True)
+        self.rundir.make_folder(folder)
         try:
             sealed = self.store.read(f"{inside}/{MANIFEST}")
             write_atomically(folder / MANIFEST, sealed)

@@ -20,7 +20,7 @@ from colotrain.events.liveness import find, is_alive, launcher_of, state
 from colotrain.events.log import EventReader
 from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.records import to_plain
-from colotrain.rundir import RUNS, RunDir, write_atomically
+from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import naming
 from colotrain.runs.row import Row, cost_cells, job_text
 from colotrain.schedulers import registry
@@ -293,7 +293,7 @@ def stop_job(rundir: RunDir, submitted: Submitted, *, as_json: bool, timeout_s: 
         else:
             print(f"{rundir.name}: was {said.state}; job {job} was asked to save, and is gone")
         return 0
-    rundir.cancel_file.touch(mode=0o600)
+    rundir.write(rundir.cancel_file, "")
     ended: str | None = said.state
     if said.state == "RUNNING":
         ask_to_stop(rundir)
@@ -329,8 +329,7 @@ def tell_end(
 
 
 def ask_to_stop(rundir: RunDir) -> None:
-    rundir.stop_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(rundir.stop_file, json.dumps({"reason": "colotrain stop", "t": time.time()}))
+    rundir.write(rundir.stop_file, json.dumps({"reason": "colotrain stop", "t": time.time()}))
 
 
 def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from colotrain.errors import ColotrainError, UsageError
 
@@ -94,18 +95,19 @@ class Store:
         found = self._asked(self._files.info, name, missing=None)
         return None if found is None else _stored(found)
 
-    def send(self, file: Path, name: str) -> Stored:
-        """Write a file, a long one in parts at once; what is there is compared by its size."""
-        size, options = file.stat().st_size, dict[str, Any]()
+    def send(self, source: BinaryIO, name: str) -> Stored:
+        """Write an open file, a long one in parts; what is there is compared by its size."""
+        size, options = os.fstat(source.fileno()).st_size, dict[str, Any]()
         if size <= PART_BYTES:  # as it is at one moment
-            return self.write(name, file.read_bytes())
+            return self.write(name, source.read())
         if self._is_s3:
             part = max(PART_BYTES, size // MOST_PARTS + 1)
             options = {"chunksize": part, "max_concurrency": PARTS_AT_ONCE}
 
         def put() -> None:
             self._make_folder(name)
-            self._files.put_file(str(file), self._path(name), **options)
+            opened = f"/dev/fd/{source.fileno()}"  # not the path, where a link may stand now
+            self._files.put_file(opened, self._path(name), **options)
 
         self._retried(put, name)
         return self._check(name, None if name.endswith(GROWING) else size)
@@ -143,8 +145,9 @@ class Store:
     def check_writable(self) -> None:
         """Raise `StoreError` if nothing can be written, `UsageError` if waiting would not help."""
         try:
-            self.write(".check", b"")
-            self.delete([".check"])
+            name = f".check-{secrets.token_hex(8)}"  # nothing of anybody's is called so
+            self.write(name, b"")
+            self.delete([name])
         except StoreError as error:
             if error.final:
                 raise UsageError(error.problem, error.fix) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 from colotrain.errors import UsageError
 from colotrain.records import to_plain
-from colotrain.rundir import RUNS, RunDir, write_atomically
+from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, trust
 from colotrain.runs.naming import check_job, check_name
 from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, resolve_config
@@ -145,12 +144,12 @@ def send(
         check_name(rundir, resolved.plan, resolved.config, overwrite=overwrite)
     for rundir, resolved in runs.items():
         write_run(rundir, resolved.plan, resolved.config)
-    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.create()
     if not scheduler.is_elsewhere and settings.snapshot:
         key = f"cluster.{scheduler.name}.snapshot"
         script = scheduler.render(_with_code(job, folder, key=key), settings)
     file = folder.job_script(scheduler.ending)
-    write_atomically(file, script)
+    folder.write(file, script)
     if elements:
         write_sweep(folder, elements)
     number = scheduler.commands.submit(str(file), settings)
@@ -244,7 +243,6 @@ def _with_code(job: Job, rundir: RunDir, *, key: str) -> Job:
 def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
     """Write the run directory for the job's nodes."""
     rundir.create()
-    os.chmod(rundir.path, 0o700)
     trust.write_signed(plan, rundir, config)
     for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
         stale.unlink(missing_ok=True)

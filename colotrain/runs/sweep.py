@@ -13,7 +13,7 @@ from typing import Any
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError, suggest
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RUNS, RunDir, run_name, write_atomically
+from colotrain.rundir import RUNS, RunDir, run_name
 from colotrain.spec.exit_codes import DONE, STOPPED, WORST_FIRST
 
 MOST_ELEMENTS = 1000
@@ -73,9 +73,9 @@ def named(element: Element) -> Iterator[None]:
 
 
 def write_sweep(folder: RunDir, elements: list[Element]) -> None:
-    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.create()
     text = json.dumps(to_plain(Sweep(elements=tuple(elements))), indent=2)
-    write_atomically(folder.sweep_file, text + "\n")
+    folder.write(folder.sweep_file, text + "\n")
 
 
 def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:

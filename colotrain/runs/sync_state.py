@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import xxhash
 
+from colotrain import signatures
 from colotrain.engine.checkpoint.manifest import MANIFEST
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.rundir import RunDir
 from colotrain.runs.store import Stored
 
 SMALL = (
@@ -50,20 +52,27 @@ class _Record:
     address: str
     entries: dict[str, Entry] = field(default_factory=dict)
     error: str = ""
+    signature: str = ""
+    """Signature of the rest: whatever is named here may be deleted from the store."""
 
 
 class SyncState:
     """What was last sent or fetched under each name, kept in the run's folder; thread-safe."""
 
     def __init__(self, rundir: RunDir, address: str) -> None:
-        self._file, self._lock = rundir.store_file, threading.Lock()
+        self._rundir, self._file = rundir, rundir.store_file
+        self._lock, self._own = threading.Lock(), set[str]()
         self._now = _Record(address=address)
+        self._signs = _has_key()
         try:
             found = from_plain(_Record, json.loads(self._file.read_text("utf-8")))
         except (OSError, ValueError, RecursionError, ConfigError):
             return
-        if found.address == address:
+        signature, found.signature = found.signature, ""
+        is_signed = signatures.is_signature(signature, "store", to_plain(found))
+        if found.address == address and (is_signed or not self._signs):
             self._now = found
+            self._own |= set(found.entries if is_signed else ())
 
     @property
     def error(self) -> str:
@@ -73,10 +82,19 @@ class SyncState:
     def get(self, name: str) -> Entry | None:
         return self._now.entries.get(name)
 
+    def begin(self, names: Iterable[str]) -> None:
+        """Record names that are written from here on, so that a torn upload can be deleted."""
+        with self._lock:
+            begun = {name: Entry(token="", version="", bytes=0) for name in names}
+            self._now.entries |= begun
+            self._own |= set(begun)
+            self._save()
+
     def set(self, name: str, stored: Stored, version: str) -> None:
         entry = Entry(token=stored.token, version=version, bytes=stored.bytes)
         with self._lock:
             self._now.entries[name] = entry
+            self._own.add(name)
             self._now.error = ""
             self._save()
 
@@ -101,14 +119,31 @@ class SyncState:
         entry = self.get(name)
         return entry is not None and stored is not None and entry.token == stored.token
 
+    def is_own(self, name: str, stored: Stored | None) -> bool:
+        """Whether the object is one that was sent from here, or is here as it is there."""
+        entry = self.get(name)
+        if entry is None or stored is None or name not in self._own:
+            return False
+        return entry.token in ("", stored.token)
+
     def _save(self) -> None:
-        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(self._file, json.dumps(to_plain(self._now)))
+        plain = to_plain(self._now)
+        if self._signs:
+            plain |= {"signature": signatures.signature("store", plain)}
+        self._rundir.write(self._file, json.dumps(plain))
+
+
+def _has_key() -> bool:
+    """Whether records can be signed; else no other process deletes what they name."""
+    try:
+        return bool(signatures.signature("store", {}))
+    except OSError:
+        return False
 
 
 def version_of(file: Path) -> str:
     """Return size and time of the last change; raises `OSError` if there is no such file."""
-    about = file.stat()
+    about = file.lstat()
     return f"{about.st_size}-{about.st_mtime_ns}"
 
 
@@ -120,7 +155,20 @@ def small_files(rundir: RunDir) -> Iterator[str]:
     """Yield the names of the local files that belong in the store, without checkpoints."""
     for glob in SMALL:
         for file in sorted(rundir.path.glob(glob)):
-            yield file.relative_to(rundir.path).as_posix()
+            if is_plain(rundir, file):
+                yield file.relative_to(rundir.path).as_posix()
+
+
+def is_plain(rundir: RunDir, file: Path) -> bool:
+    """Whether this is a regular file of the run's own folder, reached through no link in it."""
+    try:
+        if ".." in file.parts:
+            return False
+        folders = file.relative_to(rundir.path).parents
+        modes = [(rundir.path / folder).lstat().st_mode for folder in [*folders][:-1]]
+        return stat.S_ISREG(file.lstat().st_mode) and all(map(stat.S_ISDIR, modes))
+    except (OSError, ValueError):
+        return False
 
 
 def committed(stored: Iterable[str]) -> list[str]:

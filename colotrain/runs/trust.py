@@ -142,7 +142,7 @@ def write_signed(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -
     rundir.write_plan(plan)
     text = None if config is None else _config_text(config)
     if text is not None:
-        write_atomically(rundir.config_file, text)
+        rundir.write(rundir.config_file, text)
     sign(rundir, plan, config=text)
 
 

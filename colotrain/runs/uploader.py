@@ -20,12 +20,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 
 from colotrain.engine.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    checksum,
+    checksum_of,
     complete,
     names_to_keep,
     read_manifest,
@@ -39,6 +40,7 @@ from colotrain.runs.store import FILES_AT_ONCE, Store, Stored
 from colotrain.runs.sync_state import (
     SyncState,
     committed,
+    is_plain,
     small_files,
     version_of,
     version_of_content,
@@ -85,7 +87,7 @@ class Uploader:
 
     def __post_init__(self) -> None:
         self.synced = SyncState(self.rundir, self.store.address)
-        self.events = EventWriter(self.rundir.upload_events)
+        self.events = EventWriter(self.rundir.upload_events, inside=self.rundir.path)
 
     def send_checkpoints(self) -> None:
         """Send the newest checkpoint, and the best, that the store lacks; delete older ones."""
@@ -115,14 +117,25 @@ class Uploader:
         stored = self.store.objects(inside)
         there = {file: stored.get(f"{inside}/{file}") for file in manifest.files}
         missing = [file for file in there if not self._is_there(manifest, name, file, there[file])]
-        if missing and f"{inside}/{MANIFEST}" in stored:  # another state of the same step
+        other = stored.get(f"{inside}/{MANIFEST}")  # another state of the same step
+        if missing and other is not None:
+            if not self.synced.is_own(f"{inside}/{MANIFEST}", other):
+                self.damaged.add(name)
+                where = f"{self.store.address}/{inside}"
+                self.tell(f"{name} is not sent: {where} was not sent from here", kind=name)
+                return
             self.store.delete([f"{inside}/{MANIFEST}"])
+        self.synced.begin(f"{inside}/{file}" for file in (*missing, MANIFEST) if missing)
 
         def send(file: str) -> None:
             entry = manifest.files[file]
-            if checksum(folder / file) != entry.xxh128:
-                raise _Damaged(f"{published / file}: its content is not what was written")
-            sent = self.store.send(folder / file, f"{inside}/{file}")
+            if not is_plain(self.rundir, folder / file):
+                raise _Damaged(f"{published / file}: is no regular file of the checkpoint")
+            with self._open(folder / file) as source:
+                if checksum_of(source) != entry.xxh128:
+                    raise _Damaged(f"{published / file}: its content is not what was written")
+                source.seek(0)
+                sent = self.store.send(source, f"{inside}/{file}")
             self.synced.set(f"{inside}/{file}", sent, entry.xxh128)
 
         try:
@@ -143,10 +156,10 @@ class Uploader:
         """Return a copy by hard links, which stays while the run deletes the original."""
         held = self.rundir.sending / published.name
         shutil.rmtree(self.rundir.sending, ignore_errors=True)
-        held.mkdir(mode=0o700, parents=True)
+        self.rundir.make_folder(held)
         try:
             for file in published.iterdir():
-                os.link(file, held / file.name)
+                os.link(file, held / file.name, follow_symlinks=False)
             read_manifest(held)
         except (FileNotFoundError, ColotrainError):
             return None
@@ -170,6 +183,7 @@ class Uploader:
             newest = latest[0]
         kept = names_to_keep(known, keep=self.keep, newest=newest, best=best)
         gone = [name for name in stored if name.split("/")[1] not in kept]
+        gone = [name for name in gone if self.synced.is_own(name, stored[name])]
         gone.sort(key=lambda name: not name.endswith(f"/{MANIFEST}"))
         self.store.delete(gone)
         self.synced.drop(*gone)
@@ -188,7 +202,8 @@ class Uploader:
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             list(pool.map(self._send_one, names))
         if not self.rundir.launcher_file.exists() and self.synced.get("launcher.json"):
-            self.store.delete(["launcher.json"])
+            if self.synced.is_own("launcher.json", self.store.about("launcher.json")):
+                self.store.delete(["launcher.json"])
             self.synced.drop("launcher.json")
 
     def _send_one(self, name: str) -> None:
@@ -199,10 +214,15 @@ class Uploader:
             is_launcher = name == "launcher.json"
             if self.synced.has(name, version) and not is_launcher:
                 return
-            self.synced.set(name, self.store.send(file, name), version)
+            with self._open(file) as source:
+                self.synced.set(name, self.store.send(source, name), version)
             took_s = time.monotonic() - began
             least_s = ALIVE_S if is_launcher else SMALL_S
             self.due_at[name] = time.monotonic() + max(least_s, SHARE * took_s)
+
+    def _open(self, file: Path) -> BufferedReader:
+        """Open a file of the run for reading, without following links."""
+        return os.fdopen(self.rundir.open(file, os.O_RDONLY), "rb")
 
     def check_owner(self) -> None:
         """Raise `Replaced` if another launcher has written to the store since this one did."""
@@ -301,7 +321,7 @@ def main(path: str, address: str, keep: int, launcher: int) -> None:
     die_with(launcher)
     os.nice(NICE)
     rundir = RunDir(path)
-    with open(rundir.store_lock, "wb") as lock:
+    with rundir.append(rundir.store_lock) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # an older one may still be sending
         uploader = Uploader(rundir, Store(address), keep=keep)
 

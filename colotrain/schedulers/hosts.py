@@ -167,7 +167,7 @@ def submit(script_file: str, settings: Hosts) -> str:
     """Start the script on each host, in a session of its own; return the job's id."""
     rundir = RunDir(Path(script_file).parent)
     job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    rundir.hosts.mkdir(mode=0o700, parents=True, exist_ok=True)
+    rundir.make_folder(rundir.hosts)
     port = settings.port or PORTS[0] + zlib.crc32(job.encode()) % PORTS[1]
     address = settings.address or _address(settings.names[0])
     head = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from colotrain import signatures
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, run_name, write_atomically
+from colotrain.rundir import RunDir, run_name
 from colotrain.schedulers import (
     dstack,
     elsewhere,
@@ -171,7 +171,7 @@ def scheduler_of_job(job: Submitted) -> Scheduler:
 def remember(rundir: RunDir, submitted: Submitted) -> None:
     """Write the run's job, signed."""
     plain = to_plain(submitted)
-    write_atomically(rundir.job_file, json.dumps(plain, indent=2) + "\n")
+    rundir.write(rundir.job_file, json.dumps(plain, indent=2) + "\n")
     signatures.sign(rundir, {"job": [rundir.name, plain]})
 
 

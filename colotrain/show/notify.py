@@ -139,7 +139,7 @@ class Notifier:
         if not settings.shell:  # a shell reads its variables itself
             words = [_expanded(word) for word in words]
         variables = {f"COLOTRAIN_{key.upper()}": _as_text(v) for key, v in message.items()}
-        with open(self._rundir.notify_log, "ab", opener=_private) as log:
+        with self._rundir.append(self._rundir.notify_log) as log:
             process = subprocess.Popen(
                 words[0] if settings.shell else words,
                 shell=settings.shell,
@@ -274,10 +274,6 @@ def _encoded(message: dict[str, Any]) -> bytes:
 def _as_text(value: Any) -> str:
     """Return a value as an environment variable can hold it."""
     return "" if value is None else str(value).replace("\0", "")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -200,7 +200,7 @@ class WeightsAndBiases:
         import wandb
 
         folder = rundir.tracker("wandb")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rundir.make_folder(folder)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "colotrain"),
             name=plan.name,
@@ -235,7 +235,7 @@ class MLflow:
         import mlflow
 
         self._mlflow, folder = mlflow, rundir.tracker("mlflow")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rundir.make_folder(folder)
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute()}/mlflow.db"
         self._client = mlflow.MlflowClient(tracking_uri=place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "colotrain")

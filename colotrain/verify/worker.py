@@ -33,7 +33,7 @@ def main(path: str) -> int:
     rundir = RunDir(path)
     stop = StopRequest(rundir)
     device = connect(rundir.plan())
-    progress = EventWriter(rundir.event_file(rank=dist.get_rank(), attempt=0))
+    progress = EventWriter(rundir.event_file(rank=dist.get_rank(), attempt=0), inside=rundir.path)
     for folder in sorted(rundir.cases.iterdir()):
         if train_case(RunDir(folder), device, stop) == "stopped":
             progress.write(WorkerStopped(step=0, reason="asked to stop"))
@@ -57,7 +57,7 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
     dist.barrier()
     scale: float | None = None
     for attempt in itertools.count():
-        events = EventWriter(case.event_file(rank=rank, attempt=attempt))
+        events = EventWriter(case.event_file(rank=rank, attempt=attempt), inside=case.path)
         run = prepare(plan, case, device=device, events=events, stop=stop)
         began_with = run.loss_scale.scale = scale or run.loss_scale.scale
         run.train_data = masked_loader(run.train_data, plan)

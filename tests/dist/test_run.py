@@ -286,3 +286,20 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
     assert result.code == 1  # what the checkpoint holds has another shape, which ranks find
     assert [file.read_bytes() for file in files[:2]] == before[:2]
     assert colotrain.resume("kept", "train.max_steps=5")["steps"] == 5
+
+
+@pytest.mark.slow
+def test_nobody_else_can_read_what_a_run_leaves(tmp_path: Path) -> None:
+    """Whatever the umask, and whoever writes it: ranks, launcher, torch, trackers, uploader."""
+    before = os.umask(0)
+    try:
+        done = Colotrain(tmp_path)(
+            *("run", *SMALL, "name=mine", "train.max_steps=3", "checkpoint.every=2"),
+            *("observe.grads_every=1", "observe.samples.prompts=[a]", "train.profile.steps=[2,3]"),
+            *("observe.notify.command=[cat]", f"runs_dir=file://{tmp_path}/store"),
+        )
+    finally:
+        os.umask(before)
+    assert done.code == 0, done.err
+    found = [path for path in (tmp_path / "runs").rglob("*") if path.stat().st_mode & 0o077]
+    assert found == []

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from test_view import plan_of
@@ -21,6 +21,7 @@ from colotrain.engine.checkpoint.manifest import (
     FileEntry,
     Manifest,
     checksum,
+    checksum_of,
     complete,
     damage,
     prune,
@@ -190,13 +191,13 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_sent_to_its_end(
     save(rundir, 4)
     lock = threading.Lock()
 
-    def delete_first(path: Path) -> str:
+    def delete_first(source: BinaryIO) -> str:
         with lock:
             if rundir.checkpoint(4).exists():
                 prune(rundir.checkpoints, keep=1, newest=save(rundir, 6))
-        return checksum(path)
+        return checksum_of(source)
 
-    monkeypatch.setattr(uploader, "checksum", delete_first)
+    monkeypatch.setattr(uploader, "checksum_of", delete_first)
     upload = sender(rundir, runs_dir)
     upload._send_checkpoint(rundir.checkpoint(4))
     assert not rundir.checkpoint(4).exists()
@@ -363,7 +364,8 @@ def test_a_lost_answer_is_not_taken_for_another_launcher(runs_dir: str) -> None:
         upload = sender(rundir, runs_dir)
         upload.send_small()
         time.sleep(0.01)
-        again = upload.store.send(rundir.launcher_file, "launcher.json")
+        with rundir.launcher_file.open("rb") as source:
+            again = upload.store.send(source, "launcher.json")
         assert not upload.synced.is_current("launcher.json", again)
         upload.check_owner()
 
@@ -412,7 +414,7 @@ def test_a_checkpoint_that_takes_long_is_told_while_a_newer_one_waits(
     save(rundir, 4)
     upload = sender(rundir, runs_dir)
     go_on, began = threading.Event(), threading.Event()
-    monkeypatch.setattr(uploader, "checksum", lambda _: began.set() or go_on.wait(5))
+    monkeypatch.setattr(uploader, "checksum_of", lambda _: began.set() or go_on.wait(5))
     thread = threading.Thread(target=upload.send_checkpoints)
     thread.start()
     assert began.wait(5)

@@ -205,7 +205,7 @@ def notified_by(command: str | list[str]) -> dict[str, Any]:
 
 def test_a_signature_is_of_one_part_and_one_form(home: Path) -> None:
     signed = [
-        signatures._signature(part, trust.calls(notified_by(command)), make=True)
+        signatures.signature(part, trust.calls(notified_by(command)))
         for part in ("plan", "config")
         for command in (["ls -l"], ["ls", "-l"], "ls -l")
     ]

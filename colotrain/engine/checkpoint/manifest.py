@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,11 @@ def _damages(
 def checksum(path: Path) -> str:
     """Return the checksum of a file's content, which protects from accidents only, but is fast."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return checksum_of(file)
+
+
+def checksum_of(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def complete(folder: Path) -> list[Path]:

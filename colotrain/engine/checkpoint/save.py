@@ -40,7 +40,7 @@ from colotrain.engine.checkpoint.shard_file import (
 )
 from colotrain.events.kinds import Checkpoint, CheckpointFailed
 from colotrain.events.log import EventWriter
-from colotrain.rundir import write_atomically
+from colotrain.rundir import make_folder, write_atomically
 from colotrain.torch_internals import own_store
 
 SLOWEST_BYTES_PER_S = 10e6
@@ -104,7 +104,7 @@ class Save:
         return self.temporary / f"__{rank}.json"
 
     def _write_part(self, rank: int, beat: Callable[[], None]) -> None:
-        self.temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.temporary, inside=self.temporary.parent)
         file = self.temporary / f"__{rank}_0.distcp"
         written = write_pieces(
             file, self.pieces, layout=self.layout, lock=self.lock, report=lambda _: beat()

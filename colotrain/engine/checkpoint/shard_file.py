@@ -229,7 +229,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _create(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
     except OSError as error:
