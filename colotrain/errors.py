@@ -10,6 +10,15 @@ from typing import Any
 from colotrain.spec import exit_codes
 
 
+def one_line(text: str) -> str:
+    """Return `text` as one line without control characters.
+
+    Messages hold what others wrote: names in plans, workers' exceptions, answers of commands. A
+    terminal would follow control sequences in them.
+    """
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 class ColotrainError(Exception):
     """A failure that the user can act on: `problem` says what it is, `fix` what to do."""
 
@@ -26,7 +35,7 @@ class ColotrainError(Exception):
 
     def lines(self) -> list[str]:
         """Return the `error:` lines that a command prints on stderr."""
-        return [f"error: {self}"]
+        return [one_line(f"error: {self}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +72,7 @@ class ConfigError(ColotrainError):
         return type(self), (self.problems,)
 
     def lines(self) -> list[str]:
-        return [f"error: {problem}" for problem in self.problems]
+        return [one_line(f"error: {problem}") for problem in self.problems]
 
 
 class UsageError(ColotrainError):

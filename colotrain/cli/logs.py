@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
 
 from colotrain.errors import UsageError
@@ -14,7 +13,7 @@ from colotrain.events.view import ENDED
 from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers import commands
 from colotrain.schedulers.registry import job_logs, recall, scheduler_of_job
-from colotrain.show.console import print_json
+from colotrain.show.console import print_json, tell
 from colotrain.show.formatting import clean
 from colotrain.show.logs import LAUNCHERS, Lines, sources
 
@@ -54,7 +53,7 @@ def logs(
     for line in last:
         print(line)
     if not found and not follows:
-        print(f"{rundir.name}: nothing was printed yet", file=sys.stderr)
+        tell(f"{rundir.name}: nothing was printed yet")
     launcher, deadline = launcher_of(rundir), math.inf
     while follows:
         launcher = launcher_of(rundir) or launcher

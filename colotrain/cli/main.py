@@ -27,7 +27,7 @@ from colotrain.cli.arguments import (
     refuse,
     written_to,
 )
-from colotrain.errors import ColotrainError, UsageError
+from colotrain.errors import ColotrainError, UsageError, one_line
 from colotrain.show.symbols import TO_ASCII
 from colotrain.spec.exit_codes import INTERRUPTED
 
@@ -386,14 +386,14 @@ def guarded(arguments: list[str]) -> int:
     except ClickUsageError as error:
         from colotrain.cli.options import explain
 
-        sys.stderr.write(f"error: {explain(error, arguments)}\n")
+        sys.stderr.write(one_line(f"error: {explain(error, arguments)}") + "\n")
         return UsageError.exit_code
     except OSError as error:  # from a file that the user named, or the working directory
         if error.filename is None and error.errno not in FULL:
             raise
         name, why = " ".join(str(error.filename or "a disk").split()), error.strerror
         fix = "make room" if error.errno in FULL else "correct the path, or get access to it"
-        sys.stderr.write(f"error: {name}: {why}; {fix}\n")
+        sys.stderr.write(one_line(f"error: {name}: {why}; {fix}") + "\n")
         return ColotrainError.exit_code if error.errno in FULL else UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

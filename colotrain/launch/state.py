@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from colotrain.errors import one_line
 from colotrain.events import kinds
 from colotrain.events.event import Event
 from colotrain.events.log import EventWriter
@@ -195,7 +196,7 @@ class Launch:
         if self.node.is_head:
             self.events.write(kinds.Note(text=text))
         else:
-            print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
+            print(one_line(f"node {self.node.rank}: {text}"), file=sys.stderr, flush=True)
 
     def asked_to_stop(self) -> bool:
         return bool(self.signals) or _mark(self.rundir.stop_file) not in (None, self.stop_before)

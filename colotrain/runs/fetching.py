@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,7 @@ from colotrain.runs.sync_state import (
     version_of,
     version_of_content,
 )
+from colotrain.show.console import tell
 
 REFRESH_S = 5.0
 """Seconds between two looks at the store while a run is followed."""
@@ -272,9 +272,9 @@ class StoredRun:
                 return
             problem = self._fetch_and_publish(name)
             if problem is None:
-                print(f"fetched {name} from {address}", file=sys.stderr, flush=True)
+                tell(f"fetched {name} from {address}")
                 return
-            print(f"warning: {name} is passed over: {problem}", file=sys.stderr, flush=True)
+            tell(f"warning: {name} is passed over: {problem}")
         if known:
             raise StoreError(f"{address}: none of {len(known)} checkpoints is intact")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from colotrain.runs.row import Row, cost_cells, job_text
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER, JobState, Submitted
 from colotrain.schedulers.registry import has_foreign_job, recall
-from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.show.console import print_json, stderr_console, stdout_console, tell
 from colotrain.show.formatting import clean, shown, shown_loss
 from colotrain.show.progress import print_plain
 from colotrain.show.terminal import is_live
@@ -62,11 +61,11 @@ def list_runs(*, as_json: bool, root: Path = RUNS, place: str = "") -> int:
         return 0
     for row in rows:
         if row.problem is not None:
-            print(clean(f"warning: {row.name}: {row.problem}"), file=sys.stderr)
+            tell(f"warning: {row.name}: {row.problem}")
     if rows:
         print_table(rows)
     else:
-        print(f"no runs under {place or root.absolute()}", file=sys.stderr)
+        tell(f"no runs under {place or root.absolute()}")
     return 0
 
 
@@ -74,13 +73,13 @@ def rows_of(rundirs: list[RunDir]) -> list[Row]:
     """Return the rows of runs, from their folders and from the schedulers of their jobs."""
     rows = [row_of(rundir) for rundir in rundirs]
     for rundir in filter(has_foreign_job, rundirs):
-        print(clean(f"warning: {rundir.name}: {FOREIGN_JOB}"), file=sys.stderr)
+        tell(f"warning: {rundir.name}: {FOREIGN_JOB}")
     jobs = {rundir.name: known for rundir in rundirs if (known := recall(rundir))}
     if not jobs:
         return rows
     answers = registry.ask(jobs.values())
     if answers.trouble:
-        print(f"warning: {answers.trouble}", file=sys.stderr)
+        tell(f"warning: {answers.trouble}")
     return [
         row if row.name not in jobs else _with_job(row, jobs[row.name], answers.states)
         for row in rows
@@ -324,7 +323,7 @@ def tell_end(
         cancelled = f"; job {job} is cancelled" if job else ""
         print(_how_it_ended(rundir, view, ended, is_job=bool(job)) + cancelled)
     if ended is None:
-        print(_still_running(rundir, timeout_s), file=sys.stderr)
+        tell(_still_running(rundir, timeout_s))
     return 1 if ended in (None, "failed", "dead") else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from colotrain.rundir import RunDir
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER
 from colotrain.schedulers.registry import recall
+from colotrain.show.console import tell
 from colotrain.spec.plan import RunPlan
 
 WHERE_IT_STARTS = (
@@ -95,13 +95,11 @@ def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
 
 def print_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
     early = f" ({summary['stopped_early']})" if "stopped_early" in summary else ""
-    print(
+    tell(
         f"{rundir.name} has finished its {summary['steps']} steps already{early}, with these "
         "settings: "
         f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name "
-        "starts a new run",
-        file=sys.stderr,
-        flush=True,
+        "starts a new run"
     )
 
 
@@ -113,7 +111,7 @@ def set_aside(rundir: RunDir) -> None:
         os.rename(rundir.path, old.path)
     liveness.release(old)
     text = f"note: the run that was called {rundir.name} is {old.name} now, in {old.path}"
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
 
 
 def check_job(rundir: RunDir) -> None:

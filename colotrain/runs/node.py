@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 
 from colotrain.config.checks import split_address
@@ -15,6 +14,7 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.rundir import RunDir
 from colotrain.runs import fetching, naming, trust
 from colotrain.runs.start import train
+from colotrain.show.console import tell
 from colotrain.spec.exit_codes import DONE, LEFT
 from colotrain.spec.schedulers import DEFAULT, SCHEDULERS, job_here
 
@@ -51,7 +51,7 @@ def node(
     if int(number) == 0:
         fetching.fetch_to_resume(rundir, plan.runs_dir)
     if carried and naming.finished(rundir, plan):
-        print(f"{rundir.name} has finished", file=sys.stderr, flush=True)
+        tell(f"{rundir.name} has finished")
         return 0
     place = Node(rank=int(number), host=where[0], port=where[1])
     if not place.is_head:

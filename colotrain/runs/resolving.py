@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from colotrain.rundir import RunDir
 from colotrain.runs import trust
 from colotrain.runs.job import on_nodes
 from colotrain.schedulers.registry import scheduler_of
-from colotrain.show.console import stderr_console
+from colotrain.show.console import stderr_console, tell
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_size
 from colotrain.spec.schedulers import job_here
@@ -167,7 +166,7 @@ def print_notes(*configs: ResolvedConfig, warnings: bool = False) -> None:
     if warnings:
         lines += [f"warning: {w}" for resolved in configs for w in resolved.plan.warnings]
     for line in dict.fromkeys(lines):
-        print(line, file=sys.stderr, flush=True)
+        tell(line)
 
 
 def _resolve(

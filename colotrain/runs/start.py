@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,7 +33,7 @@ from colotrain.runs.resolving import (
 )
 from colotrain.runs.uploader_process import UploaderProcess, report_unsent
 from colotrain.schedulers.registry import recall, scheduler_of_job
-from colotrain.show.console import print_json, stderr_console
+from colotrain.show.console import print_json, stderr_console, tell
 from colotrain.show.notify import check_notify
 from colotrain.spec.exit_codes import DONE, LEFT
 from colotrain.spec.plan import RunPlan
@@ -83,10 +82,9 @@ def run(
         return report_finished(rundir, summary, as_json=as_json)
     named = plan.checkpoint.resume not in ("auto", "none")
     if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
-        print(
+        tell(
             f"{plan.name} has checkpoints of its own and goes on from the newest, not from "
-            f"checkpoint.resume; `colotrain resume {plan.name} checkpoint.resume=PATH` goes back",
-            file=sys.stderr,
+            f"checkpoint.resume; `colotrain resume {plan.name} checkpoint.resume=PATH` goes back"
         )
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
@@ -174,7 +172,7 @@ def resume(
         raise UsageError(problem, "start that program again")
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     for left in view_of(rundir, ranks=()).nodes_left:
-        print(f"note: {left}; it is let in again", file=sys.stderr, flush=True)
+        tell(f"note: {left}; it is let in again")
     if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
@@ -222,7 +220,7 @@ def roll_back(rundir: RunDir, plan: RunPlan) -> None:
     with liveness.claim(rundir):
         done = checkpoints.roll_back(rundir, plan)
     if done:
-        print(done, file=sys.stderr, flush=True)
+        tell(done)
 
 
 def train(
@@ -252,7 +250,7 @@ def train(
             plan, rundir, config, node=node, console=console, began_at=began_at, sending=sending
         )
     except KeyboardInterrupt:  # it came before there were workers
-        print(f"interrupted: {how_to_resume(plan, rundir)}", file=sys.stderr, flush=True)
+        tell(f"interrupted: {how_to_resume(plan, rundir)}")
         raise
     if exit_code == ColotrainError.exit_code and _made_no_step(rundir, since=began_at):
         trust.restore_files(before)
@@ -260,9 +258,9 @@ def train(
     document, view = summarize(plan, rundir)
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
-        print(line, file=sys.stderr, flush=True)
+        tell(line)
     if document["status"] in ("preempted", "interrupted"):
-        print(how_to_resume(plan, rundir), file=sys.stderr, flush=True)
+        tell(how_to_resume(plan, rundir))
     if as_json:
         print_json(document)
     report_unsent(sending.close(), plan, finished=exit_code == 0)
@@ -316,14 +314,14 @@ def run_helper_node(plan: RunPlan, rundir: RunDir, node: Node, *, console: Conso
     rundir.create()
     prepare_data(plan, console)
     where = f"node 0 at {node.host}:{node.port}"
-    print(f"node {node.rank} of {rundir.name}: with {where}", file=sys.stderr, flush=True)
+    tell(f"node {node.rank} of {rundir.name}: with {where}")
     exit_code, cause = (launch_and_resume if plan.smoke else launch)(plan, rundir, node=node)
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")
     if exit_code == LEFT:
         cause = f"was left, and the run goes on without this machine: {cause}"
     if cause:
-        print(f"node {node.rank}: {cause}", file=sys.stderr, flush=True)
+        tell(f"node {node.rank}: {cause}")
     # a scheduler may end a whole job because of one node's exit code
     return DONE if exit_code == LEFT and job_here() else exit_code
 

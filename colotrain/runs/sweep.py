@@ -130,9 +130,9 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
 
 
 def _say(text: str) -> None:
-    import sys
+    from colotrain.show.console import tell
 
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    tell(f"error: {text}")
 
 
 def table(elements: list[Element], *, root: Path = RUNS) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from colotrain.errors import ColotrainError
 from colotrain.rundir import RunDir
 from colotrain.runs.sync_state import SyncState, small_files, version_of
 from colotrain.runs.uploader import next_checkpoint
+from colotrain.show.console import tell
 from colotrain.spec.plan import RunPlan
 
 MODULE = "colotrain.runs.uploader"
@@ -95,7 +96,7 @@ class UploaderProcess:
                 if not told:
                     what = f"sending the rest to {self._address}"
                     line = f"{what}, at most {limit_s:.0f} s; Ctrl-C leaves it"
-                    print(line, file=sys.stderr, flush=True)
+                    tell(line)
                 told = True
                 continue
             if process.returncode == 0:
@@ -145,7 +146,7 @@ def report_unsent(left: str, plan: RunPlan, *, finished: bool) -> None:
     fix = f"it is here; `colotrain resume {plan.name}` sends the rest"
     if finished:
         raise ColotrainError(f"{plan.name} has finished, but is not all in {address}: {left}", fix)
-    print(f"warning: not in {address}: {left}; {fix}", file=sys.stderr, flush=True)
+    tell(f"warning: not in {address}: {left}; {fix}")
 
 
 @contextmanager

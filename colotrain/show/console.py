@@ -6,9 +6,13 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from colotrain.errors import one_line
 
 WIDTH_WITHOUT_TERMINAL = 120
 
@@ -29,6 +33,23 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render without the control characters of texts, which others may have written."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text == "\n" or text.isprintable():
+                yield segment
+            else:
+                shown = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+                yield Segment(shown, segment.style)
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr, without line breaks and control characters."""
+    print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _console(file: IO[str]) -> Console:

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from colotrain.errors import one_line
 from colotrain.spec.plan import TrainPlan
 
 
@@ -29,9 +30,8 @@ def epoch(step: int, train: TrainPlan) -> str:
     )
 
 
-def clean(text: str) -> str:
-    """Return `text` as one line without control characters: causes contain workers' output."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+clean = one_line
+"""What prints foreign text: causes contain workers' output."""
 
 
 def quoted(value: Any) -> str:
