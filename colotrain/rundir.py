@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colotrain.errors import UsageError, suggest
+from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.spec.plan import RunPlan
 
 RUNS = Path("runs")
@@ -22,6 +22,8 @@ OFFLOAD = "offload"
 """Folder of gemini's disk tier inside a run directory, if the user set no other."""
 OTHERS = ("trackers", "code")
 """Beginnings of folders in a run directory that other programs fill: trackers, and git."""
+MOST_READ = 64 << 20
+"""Maximum bytes of a file that is read whole."""
 NOISE = "noise"
 """Content of a gradient record request that also asks for the gradient noise."""
 
@@ -122,7 +124,7 @@ class RunDir:
     def grads_request(self) -> str | None:
         """Return the content of the request, "" or `NOISE`; None if there is no request."""
         try:
-            return self.grads_request_file.read_text("utf-8").strip()
+            return read_text(self.grads_request_file).strip()
         except OSError:
             return None
 
@@ -134,7 +136,7 @@ class RunDir:
     def profile_request(self) -> tuple[int, tuple[int, ...]] | None:
         """Return the number of steps and the ranks that are asked for; None if there are none."""
         try:
-            asked = json.loads(self.profile_request_file.read_text("utf-8"))
+            asked = read_json(self.profile_request_file)
             return max(1, int(asked["num_steps"])), tuple(int(rank) for rank in asked["ranks"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -222,13 +224,18 @@ class RunDir:
     def write_plan(self, plan: RunPlan) -> None:
         """Write `plan.json`; an earlier, different plan is kept as `plan-N.json`."""
         text = plan.to_json()
-        if self.plan_file.exists() and self.plan_file.read_text("utf-8") != text:
+        if self.plan_file.exists() and read_text(self.plan_file) != text:
             number = len(list(self.path.glob("plan-*.json"))) + 1
             os.replace(self.plan_file, self.path / f"plan-{number}.json")
         self.write(self.plan_file, text)
 
     def plan(self) -> RunPlan:
-        return RunPlan.load(self.plan_file)
+        try:
+            text = read_text(self.plan_file)
+        except (OSError, UnicodeDecodeError) as error:
+            fix = "give a run directory that has a plan.json"
+            raise ColotrainError(f"{self.plan_file}: cannot be read ({error})", fix) from error
+        return RunPlan.from_json(text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.write(self.summary_file, json.dumps(summary, indent=2) + "\n")
@@ -308,6 +315,32 @@ def make_folder(path: Path, *, inside: Path) -> None:
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def regular(path: str | Path, flags: int) -> int:
+    """Opener for `open`; `OSError` for FIFOs and devices, which could block or not end."""
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return handle
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; `OSError` for no regular one, or more than `MOST_READ` bytes."""
+    with open(path, "rb", opener=regular) as file:
+        content = file.read(MOST_READ + 1)
+    if len(content) > MOST_READ:
+        raise OSError(errno.EFBIG, f"has more than {MOST_READ >> 20} MiB", str(path))
+    return content.decode()
+
+
+def read_json(path: Path) -> Any:
+    """Return the document in a file as `read_text` reads it; `ValueError` also for deep ones."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply") from None
 
 
 def open_inside(folder: Path, path: Path, flags: int) -> int:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, read_json
 
 KEY_BYTES = 32
 
@@ -46,7 +46,7 @@ def is_signature(text: str, part: str, content: Any) -> bool:
 
 def _read(rundir: RunDir) -> dict[str, Any]:
     try:
-        found = json.loads(rundir.signature_file.read_text("utf-8"))
+        found = read_json(rundir.signature_file)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import make_folder, open_inside
+from colotrain.rundir import make_folder, open_inside, read_json
 
 LINE_BYTES = 256
 
@@ -77,7 +77,7 @@ def read_heartbeats(folder: Path) -> list[Heartbeat]:
     found = []
     for path in folder.glob("rank*.json"):
         try:
-            found.append(from_plain(Heartbeat, json.loads(path.read_text("ascii"))))
+            found.append(from_plain(Heartbeat, read_json(path)))
         except (OSError, ValueError, RecursionError, ConfigError):
             continue
     return sorted(found, key=lambda beat: beat.rank)

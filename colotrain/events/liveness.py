@@ -22,7 +22,7 @@ from colotrain.events.kinds import Step
 from colotrain.events.log import event_files
 from colotrain.events.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import HOW_TO_START, RUNS, RunDir
+from colotrain.rundir import HOW_TO_START, RUNS, RunDir, read_json, regular
 from colotrain.spec.schedulers import job_id
 
 SILENT_S = 120.0
@@ -114,7 +114,7 @@ def has_trained(rundir: RunDir) -> bool:
     mark = f'"kind":"{Step.KIND}"'.encode()
     for path, rank, _ in event_files(rundir, ranks={0}):
         if rank is not None:
-            with contextlib.suppress(OSError), path.open("rb") as lines:
+            with contextlib.suppress(OSError), open(path, "rb", opener=regular) as lines:
                 if any(mark in line for line in lines):
                     return True
     return False
@@ -161,7 +161,7 @@ def _modified_at(path: Path) -> float | None:
 def launcher_of(rundir: RunDir) -> Launcher | None:
     """Return the launcher in the identity file; None if there is no readable one."""
     try:
-        return from_plain(Launcher, json.loads(rundir.launcher_file.read_text("utf-8")))
+        return from_plain(Launcher, read_json(rundir.launcher_file))
     except (OSError, ValueError, RecursionError, ConfigError):
         return None
 

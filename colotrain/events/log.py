@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.events.event import Event, EventKind
-from colotrain.rundir import RunDir, open_inside
+from colotrain.rundir import RunDir, open_inside, regular
 
 LINE_LIMIT = 16 << 20
 """Maximum bytes per read of one file; a longer line is skipped."""
@@ -150,7 +150,10 @@ class EventReader:
     def skip_to_end(self) -> None:
         """Skip everything written so far, as if it had been read."""
         for path, _, _ in event_files(self._rundir, ranks=self._ranks):
-            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            with (
+                contextlib.suppress(OSError),
+                open(path, "rb", buffering=0, opener=regular) as file,
+            ):
                 at = os.fstat(file.fileno()).st_size
                 while at > 0:
                     start = max(0, at - OUTLINE_BYTES)
@@ -176,7 +179,7 @@ class EventReader:
     def _take(self, path: Path, *, outline: bool) -> bytes:
         """Return the complete lines after those already read."""
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0, opener=regular) as file:
                 size = os.fstat(file.fileno()).st_size
                 if outline and path.name not in self._offsets and size > 2 * OUTLINE_BYTES:
                     return self._take_outline(file, path.name, size)
@@ -222,7 +225,7 @@ def read(path: Path | str) -> list[Event]:
     match = _WORKER_FILE.fullmatch(path.name)
     rank, attempt = (int(match[1]), int(match[2])) if match else (None, None)
     found = []
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         for line in file:
             event = decode(line, rank=rank, attempt=attempt) if line.endswith(b"\n") else None
             if event is not None:

@@ -23,7 +23,7 @@ from colotrain.launch.membership import Membership, Round, SingleNode
 from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry, listen
 from colotrain.records import to_plain
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, read_json
 from colotrain.spec.elastic import CopyPlaces
 from colotrain.spec.plan import RunPlan
 
@@ -127,7 +127,7 @@ class Rendezvous:
 
     def _secret(self) -> str:
         try:
-            return str(json.loads(self.rundir.rendezvous_file.read_text("utf-8"))["secret"])
+            return str(read_json(self.rundir.rendezvous_file)["secret"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 

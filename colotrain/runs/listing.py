@@ -19,7 +19,7 @@ from colotrain.events.liveness import find, is_alive, launcher_of, state
 from colotrain.events.log import EventReader
 from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.records import to_plain
-from colotrain.rundir import RUNS, RunDir
+from colotrain.rundir import RUNS, RunDir, read_json
 from colotrain.runs import naming
 from colotrain.runs.row import Row, cost_cells, job_text
 from colotrain.schedulers import registry
@@ -147,7 +147,7 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
     try:
         if rundir.summary_file.stat().st_mtime < outline.ended_at:  # it is from an earlier launch
             return None
-        summary = json.loads(rundir.summary_file.read_text("utf-8"))
+        summary = read_json(rundir.summary_file)
         loss = summary["loss"]["last"]
         return replace(
             row,

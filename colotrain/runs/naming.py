@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from colotrain.config.schema import Config
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events import liveness
 from colotrain.records import read, to_plain
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, read_json
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER
 from colotrain.schedulers.registry import recall
@@ -85,7 +84,7 @@ def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
     if not rundir.plan_file.exists() or liveness.is_alive(rundir):
         return None
     try:
-        summary = json.loads(rundir.summary_file.read_text("utf-8"))
+        summary = read_json(rundir.summary_file)
         all_steps = summary["steps"] >= plan.train.max_steps or "stopped_early" in summary
         done = summary["status"] == "finished" and all_steps
         return summary if done else None
@@ -127,7 +126,7 @@ def check_job(rundir: RunDir) -> None:
 
 def _config_of(rundir: RunDir) -> dict[str, Any]:
     try:
-        document = json.loads(rundir.config_file.read_text("utf-8"))
+        document = read_json(rundir.config_file)
     except (OSError, ValueError) as error:
         raise ColotrainError(
             f"name={rundir.name}: what that run was made with cannot be read ({error})",

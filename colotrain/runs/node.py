@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -11,7 +10,7 @@ from colotrain.config.checks import split_address
 from colotrain.errors import UsageError
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forkserver import warm_up
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, read_json
 from colotrain.runs import fetching, naming, trust
 from colotrain.runs.start import train
 from colotrain.show.console import tell
@@ -56,7 +55,7 @@ def node(
     place = Node(rank=int(number), host=where[0], port=where[1])
     if not place.is_head:
         wait_for_name(place.host, timeout_s=plan.elastic.hang_timeout_s)
-    config = json.loads(source.config_file.read_text("utf-8")) if carried else None
+    config = read_json(source.config_file) if carried else None
     exit_code = train(plan, rundir, config, node=place, as_json=False)
     # this host's part of the job is over, and has not failed
     return DONE if exit_code == LEFT else exit_code

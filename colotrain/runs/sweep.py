@@ -13,7 +13,7 @@ from typing import Any
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError, suggest
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RUNS, RunDir, run_name
+from colotrain.rundir import RUNS, RunDir, read_json, run_name
 from colotrain.spec.exit_codes import DONE, STOPPED, WORST_FIRST
 
 MOST_ELEMENTS = 1000
@@ -82,7 +82,7 @@ def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
     """Return the elements of a sweep under `root`; raise `UsageError` if there is none."""
     folder = RunDir(root / name)
     try:
-        document = json.loads(folder.sweep_file.read_text("utf-8"))
+        document = read_json(folder.sweep_file)
         return list(from_plain(Sweep, document).elements)
     except OSError as error:
         known = (path.parent.name for path in root.glob(f"*/{folder.sweep_file.name}"))

@@ -16,7 +16,7 @@ from colotrain import signatures
 from colotrain.engine.checkpoint.manifest import MANIFEST
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, read_json
 from colotrain.runs.store import Stored
 
 SMALL = (
@@ -65,7 +65,7 @@ class SyncState:
         self._now = _Record(address=address)
         self._signs = _has_key()
         try:
-            found = from_plain(_Record, json.loads(self._file.read_text("utf-8")))
+            found = from_plain(_Record, read_json(self._file))
         except (OSError, ValueError, RecursionError, ConfigError):
             return
         signature, found.signature = found.signature, ""

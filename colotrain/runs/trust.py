@@ -18,7 +18,7 @@ from typing import Any
 from colotrain import signatures
 from colotrain.errors import UsageError
 from colotrain.records import to_plain
-from colotrain.rundir import OFFLOAD, RunDir, write_atomically
+from colotrain.rundir import OFFLOAD, RunDir, read_json, read_text, write_atomically
 from colotrain.signatures import is_signed
 from colotrain.spec.plan import RunPlan
 
@@ -158,7 +158,7 @@ def _config_text(config: dict[str, Any]) -> str:
 def read_files(rundir: RunDir) -> dict[Path, str]:
     """Return file → text of what `write_signed` wrote earlier."""
     files = (rundir.plan_file, rundir.config_file, rundir.signature_file)
-    return {path: path.read_text("utf-8") for path in files if path.is_file()}
+    return {path: read_text(path) for path in files if path.is_file()}
 
 
 def restore_files(before: dict[Path, str]) -> None:
@@ -209,7 +209,7 @@ def read_config(rundir: RunDir) -> dict[str, Any]:
     """Return the run's configuration: JSON, as `run` writes it."""
     file = rundir.config_file
     try:
-        found = json.loads(file.read_text("utf-8"))
+        found = read_json(file)
     except FileNotFoundError:
         raise UsageError(f"{rundir.path}: has no {file.name}", "resume it unchanged") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, read_text
 from colotrain.schedulers import commands
 from colotrain.schedulers.job import OVER, Answers, Job, JobState, Submitted
 from colotrain.spec import exit_codes
@@ -209,7 +209,7 @@ def _address(host: str) -> str:
 def _told(rundir: RunDir, job: str, rank: int) -> tuple[str, int]:
     """Return what a host recorded: ("running", process id), ("ended", exit code), or ("", 0)."""
     try:
-        its, word, number = (rundir.hosts / str(rank)).read_text("ascii", "replace").split()
+        its, word, number = read_text(rundir.hosts / str(rank)).split()
         is_own = its == job and number.isdecimal() and (word == "ended" or int(number) > 1)
         return (word, int(number)) if is_own else ("", 0)
     except (OSError, ValueError):

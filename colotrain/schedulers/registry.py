@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from colotrain import signatures
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, run_name
+from colotrain.rundir import RunDir, read_json, run_name
 from colotrain.schedulers import (
     dstack,
     elsewhere,
@@ -182,7 +182,7 @@ def recall(rundir: RunDir) -> Submitted | None:
     run's own folder, or of its sweep's.
     """
     try:
-        plain = json.loads(rundir.job_file.read_text("utf-8"))
+        plain = read_json(rundir.job_file)
         if not signatures.is_signed(rundir, "job", [rundir.name, plain]):
             return None
         known = from_plain(Submitted, plain)

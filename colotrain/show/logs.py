@@ -8,7 +8,7 @@ from pathlib import Path
 
 from colotrain.events.kinds import LaunchStarted, WorkerStarted
 from colotrain.events.log import EventReader
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, regular
 from colotrain.show.formatting import clean
 
 LAUNCHER, JOB = "launcher", "job"
@@ -75,7 +75,7 @@ class Lines:
     def more(self) -> Iterator[str]:
         """Yield the complete lines added since the last call."""
         try:
-            with self.source.path.open("rb") as file:
+            with open(self.source.path, "rb", opener=regular) as file:
                 file.seek(self.offset)
                 chunk = file.read(READ_BYTES)
         except OSError:

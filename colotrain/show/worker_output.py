@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, regular
 from colotrain.show.formatting import clean
 
 TAIL_BYTES = 4 << 10
@@ -44,7 +44,7 @@ def _written(path: Path) -> tuple[float, Path]:
 
 def _tail(path: Path) -> list[str]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(0, os.SEEK_END)
             start = max(0, file.tell() - TAIL_BYTES)
             file.seek(start)

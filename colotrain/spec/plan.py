@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
@@ -364,13 +363,4 @@ class RunPlan:
         except (ValueError, RecursionError, ConfigError) as error:
             raise ColotrainError(
                 f"not a run plan: {error}", "restore plan.json or start a new run"
-            ) from error
-
-    @staticmethod
-    def load(path: Path) -> RunPlan:
-        try:
-            return RunPlan.from_json(path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ColotrainError(
-                f"{path}: cannot be read ({error})", "give a run directory that has a plan.json"
             ) from error

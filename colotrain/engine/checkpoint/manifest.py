@@ -21,7 +21,7 @@ import xxhash
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.rundir import RunDir, read_json, write_atomically
 from colotrain.spec.plan import RunPlan, TrainPlan
 
 MANIFEST = "manifest.json"
@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest; `ColotrainError` where it is missing, damaged or forged."""
     path = folder / MANIFEST
     try:
-        plain = json.loads(path.read_text("utf-8"))
+        plain = read_json(path)
         if not isinstance(plain, dict) or plain.pop(SEAL, None) != seal(plain):
             raise ValueError("its content is not what was written")
         if plain.get("schema") != SCHEMA:

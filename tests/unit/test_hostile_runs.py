@@ -1,0 +1,157 @@
+"""Each file of a run directory, in each form, before each verb that reads: an answer in time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from test_stores import save
+from test_view import plan_of, restarted_run, write_files
+
+from colotrain.cli.main import guarded
+from colotrain.engine.checkpoint.manifest import MANIFEST
+from colotrain.rundir import RunDir
+
+FILES = (
+    *("plan.json", "config.yaml", "signature.json", "job.json", "summary.json", "launcher.json"),
+    *("sweep.json", "samples.jsonl", "control/stop", "control/grads", "control/profile.json"),
+    *("control/store.json", "control/heartbeats/rank00000.json", "logs/launcher.log"),
+    *("events/launcher.jsonl", "events/rank00000-attempt0000.jsonl", "events/uploads.jsonl"),
+    *(f"checkpoints/step-00000004/{MANIFEST}", "events", "logs", "checkpoints", "control"),
+)
+VERBS = (
+    *(("runs",), ("runs", "--json"), ("logs", "mine"), ("checkpoints", "mine")),
+    *(("dashboard", "mine", "--once"), ("inspect-grads", "mine"), ("plan", "--run", "mine")),
+    *(("stop", "mine"), ("resume", "mine"), ("resume", "mine", "train.max_steps=3")),
+    *(("export", "mine", "--to", "out"), ("plot", "mine", "--to", "out.svg"), ("profile", "mine")),
+    ("plan", "recipe=runs/mine/config.yaml"),
+)
+LIMIT_S = 20
+"""Seconds for a verb on a busy machine: what hangs, hangs for good."""
+Form = Callable[[Path, random.Random], None]
+
+
+def fifo(path: Path, chance: random.Random) -> None:
+    os.mkfifo(path)
+
+
+def zeros(path: Path, chance: random.Random) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def precious(path: Path, chance: random.Random) -> None:
+    path.symlink_to(Path("precious").absolute())
+
+
+def deep(path: Path, chance: random.Random) -> None:
+    path.write_text(chance.choice(("[", '{"a":')) * 200_000)
+
+
+def huge(path: Path, chance: random.Random) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def folder(path: Path, chance: random.Random) -> None:
+    path.mkdir()
+
+
+def empty(path: Path, chance: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def junk(path: Path, chance: random.Random) -> None:
+    path.write_bytes(chance.randbytes(chance.randrange(5000)))
+
+
+def other(path: Path, chance: random.Random) -> None:
+    document = chance.choice((None, 1, "x", [], {}, [{}], {"name": 1}, {"model": [1]}, [[]], 1e999))
+    path.write_text(json.dumps(document))
+
+
+FORMS = (fifo, zeros, precious, deep, huge, folder, empty, junk, other)
+CASES = tuple(itertools.product(FILES, FORMS, VERBS))
+"""2,772 cases."""
+
+
+@contextmanager
+def bounds() -> Iterator[None]:
+    """End what hangs, and let what reads without end fail with `MemoryError`."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"no answer within {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), limits[1]))
+    signal.alarm(LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, before)
+
+
+def put(place: Path, file: str, form: Form, chance: random.Random) -> None:
+    """Make a run in which one file, or a torn copy of it, has another form."""
+    rundir = RunDir(place / "mine")
+    rundir.create()
+    rundir.write_plan(plan_of())
+    rundir.config_file.write_text("{}")
+    write_files(rundir, restarted_run())
+    save(rundir, 4)
+    path = rundir.path / file
+    if path.is_dir():
+        path.rename(place / "aside")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    form(path, chance)
+
+
+def check(where: Path, cases: list[tuple[str, Form, tuple[str, ...]]], seed: int) -> None:
+    chance, wrong = random.Random(seed), list[str]()
+    for number, (file, form, words) in enumerate(cases):
+        place = where / str(number)
+        (place / "runs").mkdir(parents=True)
+        os.chdir(place)
+        Path("precious").write_text("mine")
+        put(place / "runs", file, form, chance)
+        try:
+            with bounds():
+                code = guarded(list(words))
+            assert code in (0, 1, 2, 75)
+            assert Path("precious").read_text() == "mine"
+        except BaseException as error:
+            wrong.append(f"{file} as {form.__name__}, {' '.join(words)}: {error!r}"[:300])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("colotrain.runs.listing.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("colotrain.runs.start.warm_up", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_some_forms_of_files_before_verbs(where: Path) -> None:
+    quick = [case for case in CASES if case[2][0] in ("runs", "logs", "checkpoints", "stop")]
+    check(where, random.Random(0).sample(quick, 60), seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(8))
+def test_all_forms_of_files_before_all_verbs(where: Path, part: int) -> None:
+    check(where, list(CASES[part::8]), seed=part)
