@@ -27,7 +27,7 @@ from colotrain.models.loading import build_whole
 from colotrain.models.objective import attach_, output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
-from colotrain.spec.plan import RunPlan
+from colotrain.spec.plan import BatchPlan, RunPlan
 
 Batch = dict[str, Tensor]
 
@@ -89,7 +89,7 @@ def evaluation_loader(plan: RunPlan) -> BatchLoader | None:
     end = count_evaluated(samples, plan) if len(samples) else 0
     if not end:
         return None
-    batch = replace(plan.batch, data_parallel=1)
+    batch = _of_one_process(plan)
     return BatchLoader(
         samples,
         planned_order(samples, plan, "validation"),
@@ -99,6 +99,12 @@ def evaluation_loader(plan: RunPlan) -> BatchLoader | None:
         end=end,
         collate=planned_collate(plan.data),
     )
+
+
+def _of_one_process(plan: RunPlan) -> BatchPlan:
+    """The plan's batches as one process reads them: it has all micro-batches of a step."""
+    steps = plan.batch.global_batch // plan.batch.micro_batch
+    return replace(plan.batch, data_parallel=1, accumulation_steps=steps)
 
 
 def _samples(plan: RunPlan, split: Any) -> Samples:
@@ -123,7 +129,7 @@ def first_rows(plan: RunPlan, loader: BatchLoader | None, count: int) -> list[Ba
         samples = _samples(plan, "train")
         order = planned_order(samples, plan)
         draw, collate = planned_draw_seed(samples, plan), planned_collate(plan.data)
-        one = replace(plan.batch, data_parallel=1)
+        one = _of_one_process(plan)
         loader = BatchLoader(samples, order, one, 0, draw_seed=draw, collate=collate)
     batch = loader.micro_batch(0, 0)
     rows = len(next(iter(batch.values())))

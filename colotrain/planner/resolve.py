@@ -15,7 +15,6 @@ from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
 from colotrain.config.schema import Config, Elastic, Freeze, Optim, Train
 from colotrain.config.schema_observe import Observe
-from colotrain.data.prepare.template_tokens import warn_of_marks
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
 from colotrain.planner.distillation import distill_plan
@@ -191,7 +190,6 @@ def resolve(
             *_warnings(settings, scale, machine),
             *warn_of_data(settings, surveyed),
             *warn_of_new_rows(settings, surveyed),
-            *warn_of_marks(data),
             *surveyed.remarks,
             *study.notes,
             *warn_of_batch_norms(surveyed, batch_plan),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from colotrain.data.prepare import vocabulary
@@ -29,13 +28,6 @@ def unknown_marks(template: str, tokenizer: str | Path) -> list[str]:
         return marks
     known = vocabulary.load(file)
     return [mark for mark in marks if known.token_to_id(mark) is None]
-
-
-def warn_of_marks(data: DataPlan) -> Iterator[str]:
-    """A warning where marks of the template in `data.chat_template` are no tokens."""
-    template = None if data.chat_template is None else trained_template(data)
-    if template is not None and (marks := unknown_marks(template, data.tokenizer)):
-        yield f"data.chat_template={data.chat_template}: {described(marks)}"
 
 
 def described(marks: list[str]) -> str:
