@@ -28,9 +28,11 @@ def data_plan(
     `pairs`: whether the records are preference pairs. `masked`: which tokens are hidden. `tokens`
     are added to the tokenizer.
     """
-    paths = _absolute(data.path, "data.path", problems)
-    held = _absolute(data.validation_path, "data.validation_path", problems)
-    parts = [_part(part, f"data.mixture[{i}]", problems) for i, part in enumerate(data.mixture)]
+    missing: list[Problem] = []
+    paths = _absolute(data.path, "data.path", missing)
+    held = _absolute(data.validation_path, "data.validation_path", missing)
+    parts = [_part(part, f"data.mixture[{i}]", missing) for i, part in enumerate(data.mixture)]
+    problems += missing
     source = "corpus" if data.corpus else "path" if paths else "mixture" if parts else "target"
     if data.target is None:
         problems += _check_tokenizer(data)
@@ -64,7 +66,8 @@ def data_plan(
         pairs=pairs,
         masked=masked,
     )
-    problems += _check_formats(plan)
+    if not missing:
+        problems += _check_formats(plan)
     return plan
 
 

@@ -26,7 +26,7 @@ from colotrain.show.console import print_json, stdout_console
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
-from colotrain.spec.survey import ParameterInfo, Survey
+from colotrain.spec.survey import LossStudy, ParameterInfo, Survey
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -76,6 +76,7 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)("colotrain.planner.traced.survey")
     module.survey = lambda *_: looked  # type: ignore[attr-defined]
     module.trace_micro_batch = lambda *_: ""  # type: ignore[attr-defined]
+    module.study_loss = lambda *_: LossStudy()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "colotrain.planner.traced.survey", module)
 
 

@@ -210,7 +210,8 @@ def fill(
 def _has_same_ranks(run: Run, manifest: Manifest) -> bool:
     """Whether every rank does what the rank of its number did, so that it takes that one's state.
 
-    Otherwise generators begin anew, and buffers that differed have the first rank's values.
+    Otherwise generators start from the seed again, and buffers that differed have the first rank's
+    values.
     """
     then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
     alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in ("pp", "cp", "tp"))
