@@ -153,10 +153,13 @@ def test_an_adapter_beside_which_its_own_layer_trained_is_refused(
     assert "lm_head.weight trained beside the adapters" in refused.err
 
 
+KINDS = ["tied", "resized", "resized-tied", "mixtral", "dpo", "isolated", "gpt2", "lora-tied"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tied", "mixtral", "dpo", "isolated", "gpt2", "lora-tied"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_runs_of_text_are_checked(kind: str, colotrain: Colotrain, export: Export) -> None:
-    more: dict[str, Any] = {"tie_word_embeddings": kind in ("tied", "lora-tied")}
+    more: dict[str, Any] = {"tie_word_embeddings": kind.endswith("tied")}
     if kind == "mixtral":
         more |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         more |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -175,8 +178,16 @@ def test_other_runs_of_text_are_checked(kind: str, colotrain: Colotrain, export:
         options += ["data.packing=stream", "data.isolate=true"]
     if kind == "lora-tied":
         options += [*LORA, "adapter.targets=[q_proj]"]
+    if kind.startswith("resized"):
+        options += ["model.tokens=[<|im_start|>,<|im_end|>]"]
     colotrain.run(*options)
     receipt = checked(export, "run", "--to", "out")
+    if kind.startswith("resized"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+        ids = tokenizer("<|im_start|><|im_end|>", add_special_tokens=False)["input_ids"]
+        model = transformers.AutoModelForCausalLM.from_pretrained("out")
+        assert len(ids) == 2
+        assert max(ids) < model.get_input_embeddings().num_embeddings == model.config.vocab_size
     assert receipt["validation_loss"]["difference"] < 1e-4
     weights = colotrain.cwd / "out" / "model.safetensors"
     tensors = load_file(weights)
