@@ -18,6 +18,7 @@ from colotrain.engine.loss_trial import sums_tokens
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.unchanged import unchanged
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone
@@ -188,7 +189,7 @@ def weights_of_metrics(run: Run) -> dict[str, str]:
     trial = to_device(run.trial, run.device)
     apart = [{name: tensor[at : at + 1] for name, tensor in trial.items()} for at in range(size)]
     try:
-        with uncompiled(run, True):
+        with uncompiled(run, True), unchanged(run.sharded.module, run.device):
             alone = [_with_metrics(run, batch) for batch in apart]
             rows = [at for at, one in enumerate(alone) if one is not None and one[2] is not None]
             together = {name: tensor[rows] for name, tensor in trial.items()}

@@ -40,7 +40,9 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Restore buffers that forwards in the context change, such as running means."""
     owners = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
     before = [buffer.clone() for *_, buffer in owners]
-    yield
-    for (module, name, buffer), value in zip(owners, before, strict=True):
-        buffer.copy_(value)
-        module._buffers[name] = buffer  # also where forward assigned another tensor
+    try:
+        yield
+    finally:
+        for (module, name, buffer), value in zip(owners, before, strict=True):
+            buffer.copy_(value)
+            module._buffers[name] = buffer  # also where forward assigned another tensor

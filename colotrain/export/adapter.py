@@ -46,6 +46,12 @@ def write_peft(job: Job) -> list[Entry]:
         model, plan.adapter, base=plan.hf, task=huggingface.peft_task(model)
     )
     settings["modules_to_save"] = modules or None
+    if modules:
+        names = ", ".join(modules)
+        job.notes.append(
+            f"{names} trained, too: whole in the file (modules_to_save), which PEFT reads and "
+            "adapter.path does not; export without --adapter to go on from it"
+        )
     (job.folder / adapters.SETTINGS).write_text(adapters.to_json(settings), "utf-8")
     write_run_tokenizer(job, source=plan.hf)
     if plan.hf is not None:

@@ -88,20 +88,35 @@ def _check_new_tokens(settings: Config) -> Iterator[Problem]:
 
 
 def warn_of_new_rows(settings: Config, survey: Survey) -> Iterator[str]:
-    """Say how many rows are new in the embedding, and whether they train."""
+    """Say how many rows are new in the embedding, and whether rows of added tokens train.
+
+    Added tokens may take rows that the embedding has to spare: then it does not grow.
+    """
     if settings.model.hf is None:
         return
     rows, stored = survey.vocab_size, stored_vocab_size(settings.model.hf)
-    if rows is None or stored is None or rows <= stored:
+    if rows is None or stored is None:
         return
-    yield (
-        f"the vocabulary grows from {stored:,} to {rows:,} tokens: {rows - stored:,} new rows of "
-        "embedding and head begin at the mean of the others"
-    )
+    if rows > stored:
+        yield (
+            f"the vocabulary grows from {stored:,} to {rows:,} tokens: {rows - stored:,} new rows "
+            "of embedding and head begin at the mean of the others"
+        )
     frozen = [p.name for p in survey.parameters if p.shape[:1] == (rows,) and p.frozen_by]
-    if frozen:
-        names = ", ".join(frozen)
-        yield f"new rows of frozen {names} do not train: freeze.except=[{names}] lets them"
+    if frozen and (added := _num_added(settings)):
+        names, tokens = ", ".join(frozen), f"{added:,} added token{'s' * (added > 1)}"
+        yield f"rows of {tokens} in frozen {names} do not train: freeze.except=[{names}] lets them"
+
+
+def _num_added(settings: Config) -> int:
+    """Number of tokens that the model directory's own tokenizer lacks; 0 where it has none."""
+    tokenizer, folder = settings.data.tokenizer, settings.model.hf
+    if folder is None or settings.data.target is not None or not _extends(tokenizer, folder):
+        return 0
+    mine, own = vocabulary.tokenizer_file(tokenizer), vocabulary.tokenizer_file(folder)
+    assert mine is not None and own is not None, "one extends the other"  # noqa: PT018
+    known = vocabulary.load(own).get_vocab()
+    return len({*vocabulary.load(mine).get_vocab(), *settings.model.tokens} - set(known))
 
 
 def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:

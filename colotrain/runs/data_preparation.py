@@ -44,6 +44,11 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
         first = next(line for shard in shards for line in shard.bad)
         line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
         console.print(line, style="yellow", soft_wrap=True)
+    fraction = plan.data.validation_fraction
+    if fraction and not any(shard.num_validation for shard in shards):
+        line = f"warning: data.validation_fraction={fraction:g} keeps none of so few records: there"
+        line += " is no validation; raise it, or name files with data.validation_path"
+        console.print(line, style="yellow", soft_wrap=True)
     if packing_of(shards, plan.data) != "stream":
         seq_len = plan.data.seq_len
         num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)

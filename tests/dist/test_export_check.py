@@ -179,7 +179,7 @@ def test_other_runs_of_text_are_checked(kind: str, colotrain: Colotrain, export:
     if kind == "lora-tied":
         options += [*LORA, "adapter.targets=[q_proj]"]
     if kind.startswith("resized"):
-        options += ["model.tokens=[<|im_start|>,<|im_end|>]"]
+        options += ["model.tokens=['<|im_start|>','<|im_end|>']"]
     colotrain.run(*options)
     receipt = checked(export, "run", "--to", "out")
     if kind.startswith("resized"):
@@ -257,7 +257,8 @@ def test_models_of_ones_own_are_checked_in_their_own_class(
     own = ("model.target=sums:Model", "data.target=sums:data", "name=own", "train.eval_steps=2")
     colotrain.run(*own, "train.max_steps=2", "train.global_batch=4", "train.micro_batch=2")
     receipt = checked(export, "own", "--to", "own-out")
-    assert receipt["validation_loss"]["difference"] < 1e-6
+    loss = receipt["validation_loss"]
+    assert loss["difference"] < 1e-6 * loss["export"]
     weights = colotrain.cwd / "own-out" / "model.safetensors"
     tensors = load_file(weights)
     tensors["a.bias"] += 0.1

@@ -297,6 +297,8 @@ def test_fields_without_a_meaning_are_listed_as_unread() -> None:
         ({"instruction": "a", "output": "b", "history": ["x"]}, "history: expected a list of"),
         ({"prompt": "a", "completion": "b", "label": False}, "label: false"),
         ({"prompt": "a", "completion": "b", "label": "False"}, "label: false"),  # as CSV has it
+        ({"prompt": "a", "completion": "b", "label": 0}, "label: 0"),
+        ({"prompt": "a", "completion": "b", "label": "0"}, "label: 0"),
         ({"prompt": [user("a")], "completion": [answer("b")], "kto_tag": False}, "kto_tag: false"),
         ({"question": "a", "answer": 3}, "answer: expected text, not int"),
     ],

@@ -16,8 +16,9 @@ from colotrain.models import huggingface
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build, build_whole
 from colotrain.models.stored import StoredTensors, weight_files
-from colotrain.planner.objectives import with_new_tokens
+from colotrain.planner.objectives import warn_of_new_rows, with_new_tokens
 from colotrain.spec.plan import ModelPlan
+from colotrain.spec.survey import ParameterInfo, Survey
 from tests.dist import hf
 from tests.families import CAUSAL, MIXTURES, VOCAB, Family
 from tests.tokenizers_like import make
@@ -104,6 +105,29 @@ def test_the_vocabulary_grows_where_the_tokenizer_is_larger(tmp_path: Path) -> N
     assert planned(tokenizer=larger) == size + 1
     other = make(tmp_path / "other", "gemma")
     assert planned(tokenizer=other) is None  # refused as too large
+
+
+def test_rows_of_added_tokens_that_do_not_train_are_told(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", "gpt2")
+    size = vocabulary.vocab_size_of(str(folder))
+    assert size is not None
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size + 8}))  # rows to spare
+
+    def told(*tokens: str, frozen_by: str | None) -> list[str]:
+        embedding = ParameterInfo(
+            name="wte.weight", shape=(size + 8, 4), numel=4, itemsize=4, frozen_by=frozen_by
+        )
+        survey = Survey(
+            parameters=(embedding,), matched={}, flops_per_token=0.0, vocab_size=size + 8
+        )
+        return [*warn_of_new_rows(settings(folder, folder, [*tokens], 1), survey)]
+
+    assert told("<|a|>", frozen_by=None) == []
+    assert told(frozen_by="*") == []
+    (line,) = told("<|a|>", "<|b|>", frozen_by="*")
+    assert line.startswith(
+        "rows of 2 added tokens in frozen wte.weight do not train: freeze.except"
+    )
 
 
 def test_tokens_without_a_tokenizer_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -321,13 +321,20 @@ def _as_answer(value: Any) -> Any:
 
 
 def _check_label(fields: Fields) -> None:
-    """Refuse an answer that the record says is a bad one, as the data of KTO have it."""
+    """Refuse an answer that the record says is a bad one, as the data of KTO have it.
+
+    Numbers are such labels only beside prompt and completion: elsewhere 0 may be a class.
+    """
     label = fields.find(*LABELS) or "label"
     name = fields.name(label)
-    if str(fields.record.get(name)).lower() not in ("true", "false"):
-        return
-    if str(fields.take(label)).lower() == "false":
-        raise BadRecord(f"{name}: false, so the answer is no example to learn from")
+    good, bad = ["true"], ["false"]
+    if fields.record.get(fields.name("completion")) is not None:
+        good, bad = [*good, "1"], [*bad, "0"]
+    value = str(fields.record.get(name)).lower()
+    if value in good:
+        fields.take(label)
+    if value in bad:
+        raise BadRecord(f"{name}: {value}, so the answer is no example to learn from")
 
 
 def _read_history(value: Any) -> tuple[tuple[str, str], ...]:
