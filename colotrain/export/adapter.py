@@ -47,9 +47,9 @@ def write_peft(job: Job) -> list[Entry]:
     )
     settings["modules_to_save"] = modules or None
     if modules:
-        names = ", ".join(modules)
+        whole = ", ".join(modules)
         job.notes.append(
-            f"{names} trained, too: whole in the file (modules_to_save), which PEFT reads and "
+            f"{whole} trained, too: whole in the file (modules_to_save), which PEFT reads and "
             "adapter.path does not; export without --adapter to go on from it"
         )
     (job.folder / adapters.SETTINGS).write_text(adapters.to_json(settings), "utf-8")
