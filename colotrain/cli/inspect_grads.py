@@ -173,6 +173,7 @@ def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
         check_noise(plan)
     with tempfile.TemporaryDirectory(prefix="colotrain-") as folder:
         rundir = RunDir(Path(folder) / plan.name)
+        rundir.path.mkdir()
         if choice.noise:
             rundir.request_grads(noise=True)
         exit_code, cause = execute(plan, rundir, None, console=stderr_console())

@@ -143,10 +143,11 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
         trial = _batch(plan, sample, "meta")
         groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=trial)
         checkpoint_blocks_(model, plan.train.activation_checkpointing)
+        tied = _tied_names(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             sharded = shard_(model, plan, mesh, groups)
             model.to_empty(device="cpu")
-            _tie_again(model, plan)
+            _tie_again(model, tied)
             trained = [p for p in model.parameters() if p.requires_grad]
             optimizer = _optimizer(plan, trained)
             batch = _batch(plan, sample, "cpu")
@@ -164,16 +165,21 @@ def _optimizer(plan: RunPlan, trained: list[nn.Parameter]) -> torch.optim.Optimi
     return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=momentum, foreach=False)
 
 
-def _tie_again(model: nn.Module, plan: RunPlan) -> None:
-    """Tie parameters again that `to_empty` has split."""
-    whole = build_on_meta(plan.model)
-    assert whole is not None
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further name of a parameter → its first name."""
     first: dict[int, str] = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(parameter), name)
-        if owner != name:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, model.get_parameter(owner))
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+def _tie_again(model: nn.Module, tied: dict[str, str]) -> None:
+    """Tie parameters again that `to_empty` has split."""
+    for name, owner in tied.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, model.get_parameter(owner))
 
 
 def _step(
