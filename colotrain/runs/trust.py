@@ -40,6 +40,8 @@ ALLOWED = {
     "mesh": TEXT,
     "model.target": "|".join(map(re.escape, OWN_MODELS)),
     "model.dpo_beta": WORDS,
+    "model.deferred_init": WORDS,
+    "model.tokens": TEXT,
     "model.tp_plan": TEXT,
     "model.adapter": TEXT,
     "model.adapter.path": NOTHING,
@@ -55,6 +57,8 @@ ALLOWED = {
     "data.tokenizer": r"auto|bytes|bpe-\d+",
     "data.chat_template": "chatml",
     "data.columns": TEXT,
+    "data.tokens": TEXT,
+    "data.marks_padding": WORDS,
     **{
         f"train.{key}": WORDS
         for key in (
@@ -62,7 +66,7 @@ ALLOWED = {
             *("global_batch", "micro_batch", "precision", "tf32", "compile", "grad_clip"),
             *("activation_checkpointing", "eval_every", "eval_steps", "eval_first"),
             *("on_nonfinite", "max_rollbacks", "objective", "dpo", "masking", "profile"),
-            *("distill.top_k", "distill.alpha", "distill.temperature"),
+            *("distill.top_k", "distill.alpha", "distill.temperature", "ignore_index"),
         )
     },
     "train.stop_early": TEXT,
@@ -99,6 +103,8 @@ Numbers and truth values of these are allowed as well. What stands nowhere here 
 a key has precedence over its section.
 """
 MOST_NAMED = 8
+ARGUMENTS = {"model.loss": "train.loss"}
+"""Key of a plan → the argument that sets it, where the names differ."""
 
 
 def calls(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +242,10 @@ def check_config(
 
 
 def _refusal(rundir: RunDir, named: Mapping[str, Any]) -> UsageError:
-    shown = [f"{key}={' '.join(str(value).split())[:200]}" for key, value in named.items()]
+    shown = [
+        f"{ARGUMENTS.get(key, key)}={' '.join(str(value).split())[:200]}"
+        for key, value in named.items()
+    ]
     more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
     what = ", ".join([*shown[:MOST_NAMED], *more])
     return UsageError(

@@ -14,9 +14,10 @@ from colotrain import signatures
 from colotrain.cli.main import guarded
 from colotrain.config.compose import as_override
 from colotrain.errors import UsageError
+from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
-from colotrain.runs.resolving import compose, resolve_config
+from colotrain.runs.resolving import compose, plan_from, resolve_config
 from colotrain.runs.trust import write_signed
 
 TARGETS = (
@@ -226,3 +227,8 @@ def test_a_key_that_others_can_read_signs_nothing(rundir: RunDir) -> None:
     signatures.key_file().chmod(0o644)
     with pytest.raises(UsageError):
         trust.check(rundir, rundir.plan(), trusted=False)
+
+
+def test_a_plan_of_shipped_parts_needs_nobody_s_trust() -> None:
+    plan = plan_from(["recipe=llm-tiny"], here=False)
+    assert trust.calls(to_plain(plan)) == {}
