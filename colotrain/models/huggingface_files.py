@@ -205,6 +205,8 @@ def _equal(one: Source, other: Source, files: StoredTensors, dtype: torch.dtype)
 def extend_vocabulary_(model: Any, found: dict[str, Source]) -> None:
     """Give embedding and head the rows that the configuration has beyond those of the files."""
     rows = getattr(model.config.get_text_config(), "vocab_size", None)
+    if rows is None:
+        return
     of_tokens = {id(parameter) for parameter in _of_tokens(model)}
     for name, parameter in model.named_parameters():
         source, shape = found.get(name), tuple(parameter.shape)
@@ -242,8 +244,11 @@ def _resize_vocabulary_(model: Any, size: int) -> None:
 
 
 def _of_tokens(model: Any) -> list[nn.Parameter]:
-    """The parameters of embedding and head."""
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    """The parameters of embedding and head; none where transformers does not know the embedding."""
+    try:
+        layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    except NotImplementedError:
+        return []
     return [p for layer in layers if layer is not None for p in layer.parameters(False)]
 
 
