@@ -7,6 +7,7 @@ changed weight: nothing of colotrain but its order of samples and its masks.
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,12 @@ def make_chat_directory(folder: Path, kind: str = "llama", **more: Any) -> Path:
     return folder
 
 
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """Whether transformers' trainer decays a parameter of its own models."""
+    norm = r"layernorm|rmsnorm|(^|\.|_)norm(\.|$)"
+    return parameter.ndim > 1 and "bias" not in name and not re.search(norm, name.lower())
+
+
 def plain(folder: Path) -> Any:
     """What transformers loads."""
     import transformers
@@ -142,8 +149,8 @@ def _train(plan: RunPlan, initial: dict[str, Tensor], steps: int, dtype: torch.d
     for name, parameter in base.items():
         parameter.requires_grad = name in trained
     groups = [
-        {"params": [p for p in trained.values() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in trained.items() if decays(n, p)], "weight_decay": 0.1},
+        {"params": [p for n, p in trained.items() if not decays(n, p)], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
     data = MaskedSamples(samples())

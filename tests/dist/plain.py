@@ -30,6 +30,7 @@ from colotrain.verify.masks import MaskedSamples
 from colotrain.verify.reference import Trajectory
 from tests import families
 from tests.checkpoints import read_whole
+from tests.dist.hf import decays
 from tests.families import Family
 
 STEPS = 2
@@ -73,8 +74,8 @@ def _train(family: Family, plan: RunPlan, steps: int, dtype: torch.dtype) -> Tra
     model = family.load(Path(str(plan.model.hf)), **plan.model.args).to(dtype).train()
     named = dict(model.named_parameters())
     groups = [
-        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in named.items() if decays(n, p)], "weight_decay": 0.1},
+        {"params": [p for n, p in named.items() if not decays(n, p)], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
     data = samples_of(family, plan)

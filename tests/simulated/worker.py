@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -37,6 +38,9 @@ GRADIENTS: dict[str, torch.Tensor] = {}
 
 MEMORY: dict[str, list[int]] = {}
 """Run → files in this process's memory, which stands for its launcher, for copies of the state."""
+
+TRIAL = re.compile("engine/(targets|loss_trial)")
+"""Where the host waits once, before the first step: to find what the loss is a mean over."""
 
 
 def offer_memory(run: str) -> None:
@@ -89,7 +93,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
             model = plan.memory
             found |= {
                 "races": dict(gpu.races),
-                "waits": dict(gpu.waits),
+                "waits": {line: n for line, n in gpu.waits.items() if not TRIAL.search(line)},
                 "launches": dict(gpu.launches),
                 "kinds": dict(gpu.kinds),
                 "num_launches": sum(gpu.launches.values()),

@@ -19,6 +19,7 @@ from test_view import plan_of, restarted_run, write_files
 from colotrain.cli.main import guarded
 from colotrain.engine.checkpoint.manifest import MANIFEST
 from colotrain.rundir import RunDir
+from tests.representatives import EVERY_COMBINATION
 
 FILES = (
     *("plan.json", "config.yaml", "signature.json", "job.json", "summary.json", "launcher.json"),
@@ -80,6 +81,7 @@ def other(path: Path, chance: random.Random) -> None:
 FORMS = (fifo, zeros, precious, deep, huge, folder, empty, junk, other)
 CASES = tuple(itertools.product(FILES, FORMS, VERBS))
 """2,772 cases."""
+PARTS = 24
 
 
 @contextmanager
@@ -152,6 +154,6 @@ def test_some_forms_of_files_before_verbs(where: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(PARTS if EVERY_COMBINATION else 2))
 def test_all_forms_of_files_before_all_verbs(where: Path, part: int) -> None:
-    check(where, list(CASES[part::8]), seed=part)
+    check(where, list(CASES[part::PARTS]), seed=part)
