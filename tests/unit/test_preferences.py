@@ -111,7 +111,7 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows_of_the_reference(
         device=torch.device("cpu"),
         **{"rank": 0, "stop_reason": None, "at": lambda phase: None},
         reason_to_stop=lambda: reasons.pop(0) if reasons else None,
-        rundir=SimpleNamespace(references_file=tmp_path / "references.safetensors"),
+        rundir=RunDir(tmp_path),
     )
     monkeypatch.setattr(references, "reshard", lambda sharded: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -129,4 +129,4 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows_of_the_reference(
     references.save(run, {"train": found}, "key")
     torch.testing.assert_close(references.load(run, "key")["train"], found, equal_nan=True)
     assert references.load(run, "another") == {}
-    assert [path.name for path in tmp_path.iterdir()] == ["references.safetensors"]
+    assert list(tmp_path.iterdir()) == [run.rundir.references_file]
