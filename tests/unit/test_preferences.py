@@ -17,6 +17,7 @@ from colotrain.data.prepare.records import BadRecord
 from colotrain.engine import references
 from colotrain.models.llm import LLM
 from colotrain.models.preferences import loss_of
+from colotrain.rundir import RunDir
 
 PAIRS = Renderer(columns={}, loss_on="answers", template=CHATML, pairs=True)
 
