@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {  # latent attention has no groups of queries
     kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in ("deepseek_v2", "deepseek_v3")
 }
-IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
+IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2")
 """Types of which a part, such as the router, is computed in float32."""
 OFTEN = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "gemma2")
 KINDS = [
