@@ -114,6 +114,7 @@ def test_a_run_from_an_empty_folder(environment: Path, empty: Path) -> None:
 def test_the_readmes_own_model_trains(environment: Path, empty: Path) -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     files = re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    files = [(name, text) for name, text in files if "mine" in name]
     assert [name for name, _ in files] == ["mine.py", "recipes/mine.yaml"]
     for name, text in files:
         (empty / name).parent.mkdir(exist_ok=True)
