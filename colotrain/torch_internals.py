@@ -2,7 +2,8 @@
 (`engine.sharding.fsdp_internals`).
 
 Each name is looked up when this module is imported, so that a torch without one of them is
-reported at once. Written against torch 2.13.
+reported at once. That runs no operation: TORCH_CUDA_SANITIZER would initialise CUDA at the first
+one, in the fork server, and no worker could then use it. Written against torch 2.13.
 """
 
 from __future__ import annotations
@@ -51,18 +52,15 @@ try:
     norms_of, copy_together = torch._foreach_norm, torch._foreach_copy_
     interpolate, interpolate_ = torch._foreach_lerp, torch._foreach_lerp_
     signs_, subtract_ = torch._foreach_sign_, torch._foreach_sub_
-    for instance, names in (
-        (
-            nn.Parameter(torch.empty(0)),
-            "_backward_hooks _post_accumulate_grad_hooks _version _base",
-        ),
-        (torch.empty(0).untyped_storage(), "_cdata"),
+    for owner, names in (
+        (Tensor, "_backward_hooks _post_accumulate_grad_hooks _version _base"),
+        (torch.UntypedStorage, "_cdata"),
         (nn.Module(), "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
         (torch.ops.aten.add.Tensor, "_schema"),
         (pytree, "tree_flatten tree_leaves tree_map tree_unflatten"),
     ):
         for name in names.split():
-            getattr(instance, name)
+            getattr(owner, name)
 except (ImportError, AttributeError) as error:
     raise unknown_torch(error) from error
 

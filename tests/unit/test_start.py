@@ -140,6 +140,28 @@ def test_settings_for_cuda_are_the_user_s_where_there_are_any(
     assert "PYTORCH_ALLOC_CONF" not in forkserver.environment()
 
 
+SEES_OPERATIONS = """
+import importlib, sys
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        raise AssertionError(f"{operation} while {module} is imported")
+
+with Seen():
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+"""
+
+
+def test_what_the_server_of_workers_imports_runs_no_operation_of_torch() -> None:
+    """With TORCH_CUDA_SANITIZER each operation initialises CUDA, and no worker could use it."""
+    modules = dict.fromkeys((*forkserver.PRELOAD, *forkserver.PRELOAD_TO_PLAN))
+    command = [sys.executable, "-c", SEES_OPERATIONS, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_rank_runs_on_the_cores_near_its_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,8 @@ from torch import Tensor
 from colotrain.data.prepare.prepared import Split
 from colotrain.rundir import write_atomically
 
-UNKNOWN = torch.tensor(torch.nan).view(torch.int32).item()
+(UNKNOWN,) = struct.unpack("=i", struct.pack("=f", math.nan))
+"""The bits of a float NaN, as an integer."""
 
 
 class WithTeacher:
