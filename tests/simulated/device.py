@@ -34,6 +34,7 @@ _guard = ctypes.CDLL(os.environ["SIMULATED_GUARD"], ctypes.RTLD_GLOBAL)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
+import torch.distributed.device_mesh as device_mesh  # noqa: E402
 import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init  # noqa: E402
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param  # noqa: E402
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group  # noqa: E402
@@ -623,6 +624,11 @@ def _cuda(gpu: Device) -> dict[str, Any]:
 def _nothing(*_: Any) -> None: ...
 
 
+def _split_group(*_: Any, **__: Any) -> None:
+    """What torch 2.11 says of a group of gloo and NCCL that is bound to a device."""
+    raise RuntimeError("opts not a ProcessGroupGloo::Options.")
+
+
 def _move(tensors: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
     """What `fully_shard` does first; setting `.data` cannot make an `OnDevice` of a tensor."""
     for tensor in (*tensors, *buffers):
@@ -687,6 +693,7 @@ def simulated(*, limit: int | None = None) -> Iterator[Device]:
             (threading.Thread, {"run": run_simulated}),
             (functional, {"_maybe_wrap_tensor": functional.wait_tensor}),  # a subclass else
             (dist, {"get_default_backend_for_device": lambda _: "gloo"}),
+            (device_mesh, {"split_group": _split_group}),
             *(
                 (module, {name: _sized(getattr(module, name), gpu)})
                 for module in (fsdp_param, fsdp_group)
@@ -695,6 +702,9 @@ def simulated(*, limit: int | None = None) -> Iterator[Device]:
             ),
         ):
             patches.enter_context(mock.patch.multiple(owner, **names))
+        patches.enter_context(  # a group of NCCL is made by splitting another
+            mock.patch.object(dist.ProcessGroupGloo, "perform_nocolor_split", _nothing, create=True)
+        )
         try:
             with Mode():
                 yield gpu

@@ -71,8 +71,6 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
     offer_memory(case.run or case.name)
     with on_device as gpu, getattr(plants, case.plant or "nothing")():
         here = worker.connect(plan)
-        if gpu is not None:  # gloo cannot split a group
-            dist.distributed_c10d._get_default_group().bound_device_id = None
         if rank == 0 and case.attempt == 0:
             rundir.create()
         dist.barrier()

@@ -168,7 +168,14 @@ def make_mesh(
     pp = stage.count if stage is not None else 1
     outer, inner = {PP: pp} if pp > 1 else {}, {TP: tp} if tp > 1 else {}
     sizes = outer | dict(zip(plugin.mesh_axes, plugin.mesh, strict=True)) | inner
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    # torch would split a group that is bound to a device, and give NCCL's options to its gloo
+    world = dist.get_world_size()
+    backends: dict[int | str, Any] = {
+        axis: dist.get_backend() for axis, size in sizes.items() if size < world
+    }
+    mesh = init_device_mesh(
+        device, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backends
+    )
     for group in mesh.get_all_groups():  # torch's own timeout is 10 minutes, with gloo 30
         wait_as_long_as_all_(group)
     if stage is not None and pp > 1:
