@@ -36,6 +36,7 @@ from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
 from colotrain.engine.loop import train
 from colotrain.engine.model_checks import check_dtypes
+from colotrain.engine.offload import page_locked
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.parameter_settings import norms_and_biases
@@ -127,6 +128,7 @@ def prepare(
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
+    page_locked.tell_once(lambda text: events.write(Note(text=f"warning: rank {rank}: {text}")))
     configure_malloc_for_build()
     copies = MemoryCopies.open(plan, events)
     copied = copies.choose() if copies is not None else None

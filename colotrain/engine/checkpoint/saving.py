@@ -10,21 +10,19 @@ The thread uses no collective, which could get mixed up with training's.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.save import Save
 from colotrain.engine.checkpoint.shard_file import POLL_S, Piece
+from colotrain.engine.offload.page_locked import Pages, page_locked
 from colotrain.engine.shm.shared_memory import available_bytes
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import CheckpointStarted
@@ -144,7 +142,8 @@ class Saver:
             self.image = None  # freed before the new one is made
             if room * self.plan.cluster.procs_per_node > SHARE_OF_FREE_MEMORY * available_bytes():
                 return False
-            self.image = _pages(room, pinned=any(piece.local.is_cuda for piece in save.pieces))
+            on_gpu = any(piece.local.is_cuda for piece in save.pieces)
+            self.image = page_locked(room) if on_gpu else Pages.allocate(room).tensor(room)
         return True
 
     def _copy(self, save: Save, chosen: list[int]) -> None:
@@ -155,13 +154,3 @@ class Saver:
             local = self.image[start : start + piece.local.nbytes].view(piece.local.dtype)
             local = local.view(piece.local.shape).copy_(piece.local)
             save.pieces[index] = replace(piece, local=local, is_copy=True)
-
-
-def _pages(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Allocate memory that begins at a page."""
-    if pinned:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # writing from few large pages is cheaper
-    return torch.frombuffer(pages, dtype=torch.uint8)
