@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?= recipe=llm-tiny
 PYTEST_ARGS ?=
 GPU_ARGS ?=
+ONLY ?=
 # Test processes at once: most of a test's time is spent waiting for workers to start and to end.
 JOBS ?= 4
 # Where to take torch from; empty: wherever pip looks.
@@ -15,7 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all bench gpu gpu-fast gpu-wheels lint types fmt docs frames site wheel constraints clean
+.PHONY: help run test test-slow test-all bench gpu gpu-wheels lint types fmt docs frames site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -50,11 +51,8 @@ bench: $(VENV)/.core ## colotrain beside what else trains; writes bench.json and
 	$(BIN)/python benchmarks/compare.py
 
 # With the machine's own Python and torch: nothing is installed but what gpu-wheels prepared.
-gpu: ## the first ten minutes on a GPU: what is right (GPU_ARGS="--device cpu" to try it)
-	$(PYTHON) benchmarks/first_gpu.py right $(GPU_ARGS)
-
-gpu-fast: ## the next ten minutes: speed and memory of llm-1b
-	$(PYTHON) benchmarks/first_gpu.py fast $(GPU_ARGS)
+gpu: ## on a GPU: what is right, how fast, and whether the plan is true (GPU_ARGS="--device cpu" tries it)
+	$(PYTHON) benchmarks/gpu $(GPU_ARGS) $(if $(ONLY),--only $(ONLY))
 
 gpu-wheels: $(VENV)/.torch ## put into build/gpu-wheels what a machine without an index may lack
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt \
