@@ -139,7 +139,8 @@ def read_timed(name: str, folder: Path) -> dict[str, Any]:
         "mfu": plan["flops_per_token"] * tokens / gap / PEAK_FLOPS,
         "peak_MiB": memory["measured_peak"] >> 20,
         "planned_MiB": memory["predicted_peak"] >> 20,
-        "planned_step_s": (summary.get("step_time") or {}).get("predicted_s"),
+        "planned_step_s": summary["time"]["predicted_step_s"],
+        "first_step_after_s": summary["time_to_first_step_s"],
     }
     for lap in LAPS:
         laps = [event.fields[lap] for event in timed if event.fields.get(lap) is not None]

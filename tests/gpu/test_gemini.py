@@ -13,7 +13,7 @@ from tests.dist.test_run import losses
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BASE = (*SMALL, "cluster.procs_per_node=1", "cluster.device=cuda", "plugin=gemini")
-WIDE = ("model.args.d_model=1024", "model.args.d_hidden=2816")
+WIDE = ("model.args.d_model=1024", "model.args.d_hidden=2816", "model.args.num_heads=8")
 """States of 0.8 GB: far above the workspaces of cuBLAS (32 MiB for each handle and stream)."""
 
 
