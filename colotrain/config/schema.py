@@ -316,8 +316,8 @@ class Elastic:
     """Steps between searches for silent data corruption; 0 or null turns them off."""
     memory_copy: Size | bool = "auto"
     """Memory of each node for two copies of its ranks' state, from which dead workers restart, and
-    with several nodes for two of another node's: a size, and each step is copied; off; auto: if
-    there is room, in at most 1 % of the time."""
+    with several nodes for two of another node's: a size, and each step is copied, on GPUs in at
+    most 1 % of the time; off; auto: if there is room, in at most 1 % of the time, not on GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from colotrain.config.schema import Elastic
 from colotrain.config.sizes import parse_size
 from colotrain.errors import Problem
@@ -15,7 +17,7 @@ from colotrain.spec.quantities import format_size
 
 KEY = "elastic.memory_copy"
 AUTOMATIC_SHARE = 0.01
-"""Largest share of the time that copying takes by default."""
+"""Largest share of the time that copying takes by default, and always on a GPU."""
 OF_ANOTHER = ", and of as many of another node,"
 BESIDE_BYTES = 1 << 20
 """Bytes of a copy beside the model's state: generators, and the description."""
@@ -49,13 +51,13 @@ def plan_memory_copy(
     if asked == "auto" and scale.device == "cuda":
         reason = f"off on GPUs, which copy through page-locked memory; {KEY}=SIZE makes them"
         return MemoryCopyPlan(bytes=num_bytes, reason=reason), []
+    # a GPU's step is short beside a copy, which passes through PCIe and one thread of the host
+    share = AUTOMATIC_SHARE if asked == "auto" or scale.device == "cuda" else 0.0
+    often = f"at most {share:.0%} of the time" if share else "after each step"
+    plan = MemoryCopyPlan(enabled=True, bytes=num_bytes, share=share, reason=often)
     if asked == "auto":
-        share = AUTOMATIC_SHARE
-        often = f"at most {share:.0%} of the time"
-        reason = often if fits else f"off: {sized} would not fit beside the ranks"
-        plan = MemoryCopyPlan(enabled=fits, bytes=num_bytes, share=share, reason=reason)
-        return plan, []
-    plan = MemoryCopyPlan(enabled=True, bytes=num_bytes, reason="after each step")
+        unfit = f"off: {sized} would not fit beside the ranks"
+        return plan if fits else replace(plan, enabled=False, reason=unfit), []
     try:
         allowed = parse_size(asked, whole=capacity * scale.procs_per_node or None)
     except ValueError as error:

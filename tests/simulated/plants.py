@@ -1,4 +1,4 @@
-"""Mistakes to plant in a run: the harness must say so."""
+"""What to change in a run: mistakes, of which the harness must say so, and how often it copies."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def no_wait_stream() -> Iterator[None]:
 def no_synchronize() -> Iterator[None]:
     """The host does not wait for streams."""
     with mock.patch.object(torch.cuda.Stream, "synchronize"):
+        yield
+
+
+@contextlib.contextmanager
+def each_step_copied() -> Iterator[None]:
+    """Copies in memory are made after each step, however long they take."""
+    from colotrain.engine.checkpoint.memory_copy import MemoryCopies
+
+    with mock.patch.object(MemoryCopies, "note_durations"):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,11 @@ BUDGETS = {"100 %": 60 * MIB, "50 %": 30 * MIB, "25 %": 21 * MIB}
 def saving(name: str, plugin: str, *words: str) -> list[Case]:
     """A run of six steps, and one of three that is resumed."""
     base = (*SMALL, *SAVING, f"plugin={plugin}", *words)
-    whole = Case(name=f"{name} whole", words=(*base, "train.max_steps=6"))
-    begun = Case(name=f"{name} begun", words=(*base, "train.max_steps=3"), run=f"{name} run")
-    more = Case(
-        name=f"{name} resumed", words=(*base, "train.max_steps=6"), run=f"{name} run", attempt=1
-    )
+    plant = "each_step_copied" if name == IN_MEMORY else ""
+    whole = Case(name=f"{name} whole", words=(*base, "train.max_steps=6"), plant=plant)
+    begun = replace(whole, name=f"{name} begun", run=f"{name} run")
+    begun = replace(begun, words=(*base, "train.max_steps=3"))
+    more = replace(whole, name=f"{name} resumed", run=f"{name} run", attempt=1)
     return [whole, begun, more]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +160,16 @@ def test_copies_become_rarer_until_they_cost_what_the_plan_allows(copies: Memory
     for _ in range(50):
         copies.note_durations(1.0, 0.01)
     assert copies.every == 1
+
+
+def test_locking_memory_for_the_first_copy_does_not_count(copies: MemoryCopies) -> None:
+    def begin(*_: object) -> float:
+        time.sleep(0.5)
+        return 0.5
+
+    copies.beside = SimpleNamespace(begin=begin, finish=lambda: None)  # type: ignore[assignment]
+    take(copies, 1)
+    assert copies.seconds < 0.25
 
 
 def test_no_rank_makes_copies_where_one_cannot_reach_its_launcher(

@@ -258,7 +258,7 @@ class MemoryCopies:
             write(dict(tensors))
             self._tell_of_buddy()
         else:
-            self.beside.begin(tensors, changing, write)
+            started += self.beside.begin(tensors, changing, write)
         self.files.reverse()
         self.valid = self.number + 1
         self.number, self.step, self.taken = self.number + 1, manifest.step, self.taken + 1
