@@ -175,7 +175,7 @@ def part_of(rank: int, world: int, step: int) -> tuple[dict[str, Tensor], dict[s
     return held, places | {f"rng.{rank}": Place(name=f"rng.{rank}")}
 
 
-def take(copies: MemoryCopies, step: int) -> None:
+def take(copies: MemoryCopies, step: int, started: float = 0.0) -> None:
     world = dist.get_world_size()
     held, copies.parts = part_of(dist.get_rank(), world, step)
-    copies.take(held, replace(MANIFEST, step=step, world_size=world), 0.0)
+    copies.take(held, replace(MANIFEST, step=step, world_size=world), started)

@@ -625,8 +625,8 @@ def _nothing(*_: Any) -> None: ...
 
 
 def _split_group(*_: Any, **__: Any) -> None:
-    """What torch 2.11 says of a group of gloo and NCCL that is bound to a device."""
-    raise RuntimeError("opts not a ProcessGroupGloo::Options.")
+    """torch gives NCCL's options to gloo as well, which warns and takes its defaults instead."""
+    raise RuntimeError("a group of gloo and NCCL is split")
 
 
 def _move(tensors: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:

@@ -168,7 +168,8 @@ def make_mesh(
     pp = stage.count if stage is not None else 1
     outer, inner = {PP: pp} if pp > 1 else {}, {TP: tp} if tp > 1 else {}
     sizes = outer | dict(zip(plugin.mesh_axes, plugin.mesh, strict=True)) | inner
-    # torch would split a group that is bound to a device, and give NCCL's options to its gloo
+    # torch would split a group that is bound to a device, with NCCL's options for its gloo, too,
+    # which warns of them and takes defaults instead of the group's own interface and timeout
     world = dist.get_world_size()
     backends: dict[int | str, Any] = {
         axis: dist.get_backend() for axis, size in sizes.items() if size < world
