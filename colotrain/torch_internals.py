@@ -9,12 +9,14 @@ one, in the fork server, and no worker could then use it. Written against torch 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.library import Library
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorms
 from torch.nn.modules.dropout import _DropoutNd as Dropouts
 
@@ -57,6 +59,7 @@ try:
         (torch.UntypedStorage, "_cdata"),
         (nn.Module(), "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
         (torch.ops.aten.add.Tensor, "_schema"),
+        (Library, "_destroy"),
         (pytree, "tree_flatten tree_leaves tree_map tree_unflatten"),
     ):
         for name in names.split():
@@ -161,6 +164,21 @@ def saves_tensors_by_hooks() -> bool:
 def arguments_of(operation: Any) -> Any:
     """Return an operation's declared arguments, which tell those it writes to."""
     return operation._schema.arguments
+
+
+@contextmanager
+def operations_instead(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Call `functions`, by the names of operations in aten, for tensors on the meta device.
+
+    Only operations that torch makes of others can be named.
+    """
+    library = Library("aten", "IMPL")
+    try:
+        for name, function in functions.items():
+            library.impl(name, function, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()
 
 
 def is_random(operation: Any) -> bool:

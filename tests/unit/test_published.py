@@ -67,7 +67,8 @@ def test_bert_large_on_a_v100_in_the_guide_of_transformers(
 
     Sequences of 512, fp32, AdamW; 1343 MiB are occupied before there is a model. Plain torch has
     no gathered copies and no buffers of collectives. Its trainer zeroed gradients and did not drop
-    them, so that they are there throughout, as while accumulating.
+    them, so that they are there throughout, as while accumulating. nvidia-smi counts what the
+    allocator keeps, too: parts of large blocks that it had cut up and could not use again.
     """
     pytest.importorskip("transformers")
     import torch
@@ -87,8 +88,7 @@ def test_bert_large_on_a_v100_in_the_guide_of_transformers(
     made = layout("zero1", 1, accumulation_steps=4, micro_batch=micro_batch)
     found = predict(made, survey(source, FreezePlan(patterns=()), 512), followed).breakdown
     ours = found.total - found.gathered - found.buffers
-    assert ours / MIB + 1343 == pytest.approx(published_mib, rel=0.1)
-    assert ours / MIB == pytest.approx(published_mib - 1343, rel=0.1)
+    assert 0.85 * (published_mib - 1343) < ours / MIB < 1.02 * (published_mib - 1343)
 
 
 LLAMA_8B = ModelPlan(

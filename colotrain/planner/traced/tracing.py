@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
-from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
@@ -24,9 +22,10 @@ from colotrain.models.loss import computing_as
 from colotrain.models.objective import output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.planner.traced.flops import count_flops
+from colotrain.planner.traced.kernels import kernels_of
 from colotrain.spec.plan import Recompute
 from colotrain.spec.survey import Segment, Trace, Work
-from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
+from colotrain.torch_internals import TorchDispatchMode, pytree, storage_id
 
 Batch = dict[str, Tensor]
 
@@ -61,7 +60,7 @@ def trace(
             if parameter.ndim and parameter.is_floating_point():
                 parameter.data = parameter.data.to(compute)  # as the all-gather casts it
     for _, block in find_blocks(model):
-        block.forward = _always_as_on(device, block.forward)
+        block.forward = _on_meta(block.forward)
     checkpoint_blocks_(model, checkpointing)
     batch = {}
     for name, tensor in sample.items():
@@ -160,12 +159,12 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
     recording = Recording(known, repeated=repeated)
     handles = list(_mark_blocks(model, recording))
     try:
-        with recording, computing_as(device):
-            with _Attention(device), next(iter(batch.values())).device:
+        with kernels_of(device), recording, computing_as(device):
+            with next(iter(batch.values())).device:
                 loss = loss_of(output_of(model, batch))
             if any(parameter.requires_grad for parameter in model.parameters()):
                 recording.begin("backward", "")
-                (loss * 1.0).backward()  # without function modes: see _always_as_on
+                (loss * 1.0).backward()  # without function modes: see _on_meta
             del loss
         for parameter in model.parameters():
             parameter.grad = None
@@ -250,104 +249,17 @@ class _BackwardEnds(torch.autograd.Function):
         return None, *grads
 
 
-def _always_as_on(device: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` so that `_Attention` is active also when backward recomputes it."""
+def _on_meta(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `forward` so that its tensors are on the meta device also when backward recomputes it.
+
+    Backward runs without function modes, of which a device's context is one.
+    """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _Attention(device), torch.device("meta"):
+        with torch.device("meta"):
             return forward(*args, **kwargs)
 
     return wrapped
-
-
-class _Attention(TorchFunctionMode):
-    """Runs attention on the meta device as the kernel of `device`: kernels save different tensors.
-
-    On CPU torch chooses the kernel, given tensors whose memory is never touched. On CUDA it is
-    flash attention for 16-bit inputs without a mask and heads of at most 256, else the
-    memory-efficient or the math kernel (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention or not args[0].is_meta:
-            return func(*args, **kwargs)
-        return _attend(self.device, func, *args, **kwargs)
-
-
-def _attend(
-    device: str,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    backend = _backend(device, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    aten = torch.ops.aten
-    if backend == "flash" and device == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    if backend == "flash":
-        return aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if backend == "efficient":
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )[0]
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
-
-
-def _backend(
-    device: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> str:
-    if device == "cpu":
-        found = choose_attention(
-            _untouched(query),
-            _untouched(key),
-            _untouched(value),
-            None if mask is None else _untouched(mask),
-            dropout_p,
-            is_causal,
-            enable_gqa=enable_gqa,
-        )
-        return "flash" if SDPBackend(found) == SDPBackend.FLASH_ATTENTION else "math"
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and mask is None and query.shape[-1] <= 256:
-        return "flash"
-    return "math" if enable_gqa else "efficient"
-
-
-def _untouched(tensor: Tensor) -> Tensor:
-    """A real tensor like `tensor` whose memory is allocated but never touched."""
-    return torch.empty_strided(
-        tensor.shape,
-        tensor.stride(),
-        dtype=tensor.dtype,
-        requires_grad=tensor.requires_grad,
-        device="cpu",
-    )
 
 
 def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
