@@ -269,10 +269,13 @@ class _Trial:
             return rule, ""
         chosen = [places[0], places[-1]]
         both = {name: tensor[chosen] for name, tensor in samples.items()}
-        results = [self.loss(each) for each in (both, both, *(apart[at] for at in chosen))]
-        together, again, *parts = (found for found in results if found is not None)
-        if len(parts) < 2 or not _same(together.value, again.value):
-            return rule, ""  # it draws random numbers, or takes no single sample
+        batches = (both, both, *(apart[at] for at in chosen))
+        results = [found for each in batches if (found := self.loss(each)) is not None]
+        if len(results) < len(batches):
+            return rule, ""  # forward takes no such number of samples, or the time is up
+        together, again, *parts = results
+        if not _same(together.value, again.value):
+            return rule, ""  # forward draws random numbers
         if together.weight is not None:
             weights = [part.weight.item() for part in parts if part.weight is not None]
             if len(weights) < 2 or not sum(weights) or not together.weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -255,6 +256,27 @@ def test_a_model_that_keeps_a_state_of_a_batch_is_left_as_it_was() -> None:
     assert model.state is state
     model.state = torch.zeros(3, 4)
     assert examine(model, {"x": torch.randn(2, 4)}).against == ""
+
+
+def test_a_model_that_takes_one_number_of_samples_is_not_compared() -> None:
+    def mean(rows: Tensor) -> Tensor:
+        if len(rows) != 4:
+            raise ValueError("not four samples")
+        return square(rows).mean()
+
+    assert examine(Model(mean), {"x": torch.randn(4, 4)}) == Findings()
+
+
+def test_a_trial_ends_when_its_time_is_up() -> None:
+    calls = []
+
+    def mean(rows: Tensor) -> Tensor:
+        calls.append(len(rows))
+        time.sleep(0.2)
+        return square(rows).mean()
+
+    assert examine(Model(mean), {"x": torch.randn(4, 4)}, budget_s=0.1) == Findings()
+    assert calls == [4]
 
 
 @pytest.mark.parametrize("kind", ["Bert", "DistilBert"])
