@@ -16,7 +16,7 @@ from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE
 from colotrain.models.seeding import generator_of, seed_all, seeded
 from colotrain.spec.plan import ModelPlan
-from colotrain.torch_internals import TorchDispatchMode, name_of
+from colotrain.torch_internals import TorchDispatchMode, name_of, uncompiled_
 
 DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_")
 """Methods that replace a tensor's values by random ones."""
@@ -30,17 +30,23 @@ def build_plain(plan: ModelPlan, *, seed: int) -> nn.Module:
         elif plan.is_deferred:
             model = _initialised(plan, seed)
         else:
-            model = import_target("model.target", plan.target)(**plan.args)
+            model = _made(plan)
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
         adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
     return model
 
 
+def _made(plan: ModelPlan) -> nn.Module:
+    """The target's model, whose parameters keep their names where the user's code compiled it."""
+    model, _ = uncompiled_(import_target("model.target", plan.target)(**plan.args))
+    return model
+
+
 def _initialised(plan: ModelPlan, seed: int) -> nn.Module:
     """Call the model's `init_weights()`; each parameter draws from a generator of its own name."""
     with _DrawsForParameters(None):
-        model: Any = import_target("model.target", plan.target)(**plan.args)
+        model: Any = _made(plan)
     named = {
         parameter.untyped_storage().data_ptr(): generator_of(name, seed=seed)
         for name, parameter in model.named_parameters()

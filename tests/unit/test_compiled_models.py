@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from colotrain.models.loading import WAS_COMPILED, build_whole
 from colotrain.spec.plan import ModelPlan
+from colotrain.verify.building import build_plain
 
 
 class Net(nn.Module):
@@ -55,3 +56,5 @@ def test_a_compiled_model_keeps_its_names_and_values(
     wanted = plain.state_dict()
     assert model.state_dict().keys() == wanted.keys()
     assert all(torch.equal(value, wanted[key]) for key, value in model.state_dict().items())
+    reference = build_plain(ModelPlan(target=f"compiled_models:{name}"), seed=3)
+    assert reference.state_dict().keys() == wanted.keys()
