@@ -54,7 +54,8 @@ def with_new_tokens(settings: Config, problems: list[Problem]) -> Config:
     stored, size = stored_vocab_size(model.hf), _num_tokens(settings)
     if stored is None or size is None or size <= stored or not _extends(data.tokenizer, model.hf):
         return settings
-    rows = -(-size // settings.mesh.tp) * settings.mesh.tp
+    unit = max(settings.mesh.tp, 1)  # a smaller one is refused later
+    rows = -(-size // unit) * unit
     args = {**model.args, "vocab_size": rows}
     return dataclasses.replace(settings, model=dataclasses.replace(model, args=args))
 
@@ -66,7 +67,7 @@ def _num_tokens(settings: Config) -> int | None:
 def _extends(tokenizer: str, folder: str) -> bool:
     """Whether a tokenizer has all tokens of a directory's own one, with the same ids."""
     mine, own = vocabulary.tokenizer_file(tokenizer), vocabulary.tokenizer_file(folder)
-    if mine is None or own is None or not own.is_file():
+    if mine is None or own is None or vocabulary.check_tokenizer(folder) is not None:
         return False
     if mine == own:
         return True

@@ -99,12 +99,15 @@ def test_the_vocabulary_grows_where_the_tokenizer_is_larger(tmp_path: Path) -> N
     assert planned("<|endoftext|>") is None  # it is there already
     assert planned("<|a|>", "<|b|>") == size + 2
     assert planned("<|a|>", tp=4) == -(-(size + 1) // 4) * 4
+    assert planned("<|a|>", tp=0) == size + 1  # what tp must be is said elsewhere
     larger = tmp_path / "larger"
     larger.mkdir()
     vocabulary.load_with(folder / "tokenizer.json", ["<|a|>"]).save(str(larger / "tokenizer.json"))
     assert planned(tokenizer=larger) == size + 1
     other = make(tmp_path / "other", "gemma")
     assert planned(tokenizer=other) is None  # refused as too large
+    (folder / "tokenizer.json").write_text("{")
+    assert planned(tokenizer=larger) is None
 
 
 def test_rows_of_added_tokens_that_do_not_train_are_told(tmp_path: Path) -> None:
