@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +19,10 @@ from colotrain.engine.loss_trial import Findings, examine
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_whole
 from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.planner.traced.survey import study_loss
 from colotrain.runs.resolving import plan_from
-from colotrain.spec.plan import ModelPlan, RunPlan
+from colotrain.spec.plan import DataPlan, ModelPlan, RunPlan
+from colotrain.spec.survey import LossStudy
 from colotrain.verify.compare import Tolerance, compare
 from colotrain.verify.reference import run_reference
 
@@ -265,6 +268,34 @@ def test_a_model_that_takes_one_number_of_samples_is_not_compared() -> None:
         return square(rows).mean()
 
     assert examine(Model(mean), {"x": torch.randn(4, 4)}) == Findings()
+
+
+class Ragged:
+    """Samples of several shapes, of which a micro-batch has one."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2 + index, 4)}
+
+
+def mean_of_squares() -> nn.Module:
+    return Model(lambda rows: square(rows.flatten(0, 1)).mean())
+
+
+def test_samples_of_several_shapes_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "loss_trials", sys.modules[__name__])
+    data = DataPlan(
+        source="target",
+        target="loss_trials:Ragged",
+        seq_len=8,
+        tokenizer="bytes",
+        shuffle=True,
+        validation_fraction=0.0,
+    )
+    study = study_loss(ModelPlan(target="loss_trials:mean_of_squares"), data, 0)
+    assert study == LossStudy()
 
 
 def test_a_trial_ends_when_its_time_is_up() -> None:

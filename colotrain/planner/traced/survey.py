@@ -28,7 +28,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.engine.pipeline.sequence import find_sequence
-from colotrain.errors import ConfigError, Problem
+from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
@@ -148,12 +148,17 @@ MOST_SECONDS = 10.0
 
 
 def _first_samples(data: DataPlan, seed: int, vocab: int | None) -> dict[str, Tensor]:
+    """A few samples; one where they have several shapes, since then a micro-batch has one, too."""
     if data.source == "target":
         with seeded(seed):
             samples = open_samples(data, "train")
             refuse_empty(samples)
-            num = min(loss_trial.MOST_SAMPLES, len(samples))
-            return stack([(i, read_sample(samples, i)) for i in range(num)], planned_collate(data))
+            num, collate = min(loss_trial.MOST_SAMPLES, len(samples)), planned_collate(data)
+            found = [(i, read_sample(samples, i)) for i in range(num)]
+            try:
+                return stack(found, collate)
+            except ColotrainError:
+                return stack(found[:1], collate)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab or 2, (2, data.seq_len + 1), generator=generator)
     sample = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
