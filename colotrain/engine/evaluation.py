@@ -184,7 +184,7 @@ def weights_of_metrics(run: Run) -> dict[str, str]:
     plan = run.plan
     size = len(next(iter(run.trial.values())))
     has_none = run.metrics is None and sums_tokens(run.sharded.module)
-    if has_none or plan.mesh.cp > 1 or plan.mesh.pp > 1 or size < 2:
+    if has_none or plan.mesh.cp > 1 or run.sharded.stage.count > 1 or size < 2:
         return {}
     trial = to_device(run.trial, run.device)
     apart = [{name: tensor[at : at + 1] for name, tensor in trial.items()} for at in range(size)]

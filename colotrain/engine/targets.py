@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.data.read.loader import BatchLoader, read_batch, targets_per_sample
+from colotrain.data.read.loader import BatchLoader, read_batch
 from colotrain.data.read.samples import StreamSamples
 from colotrain.engine import loss_trial
+from colotrain.engine.evaluation import uncompiled
 from colotrain.engine.loss_trial import MOST_SAMPLES
 from colotrain.engine.precision import cast_dtype, cast_inputs
 from colotrain.engine.run_state import Run
@@ -33,7 +32,7 @@ def agree_on_targets(
     """
     told: list[Any] = [None]
     if trial is not None:
-        nominal = float(plan.batch.global_batch * targets_per_sample(trial))
+        nominal = float(plan.batch.global_batch * TargetRule().per_sample(trial))
         cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
         if cast:
             events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
@@ -73,7 +72,7 @@ def find_targets(run: Run) -> None:
         return
     run.at("trial forward")
     samples = {name: tensor.to(run.device) for name, tensor in run.trial.items()}
-    with torch.compiler.set_stance("force_eager") if plan.train.compile else nullcontext():
+    with uncompiled(run, True):
         found = loss_trial.examine(
             model,
             samples,
@@ -85,10 +84,7 @@ def find_targets(run: Run) -> None:
     if problem := loss_trial.problem_of(found, plan.model, plan.data):
         raise ConfigError([problem])
     setattr(model, TARGETS, found.rule)
-    if found.rule.entry in samples:
-        labels = samples[found.rule.entry]
-        per_sample = 1 if found.rule.by_sample else max(1, labels[0].numel())
-        run.nominal_targets = float(plan.batch.global_batch * per_sample)
+    run.nominal_targets = float(plan.batch.global_batch * found.rule.per_sample(samples))
     for text in loss_trial.notes_of(found) if run.rank == 0 and not run.step else ():
         if text not in plan.warnings:
             run.events.write(Note(text=f"warning: {text}" if found.against else text))

@@ -16,16 +16,14 @@ from colotrain.torch_internals import BatchNorms, Dropouts
 def unchanged(model: nn.Module, device: torch.device, *, everything: bool = True) -> Iterator[None]:
     """Run the context in evaluation mode; restores modes, buffers and generators.
 
-    Without `everything` only dropout and batch normalization are: a model may have no loss in
-    evaluation mode.
+    Without `everything` only dropout and batch normalization are in evaluation mode: a model may
+    have no loss in it.
     """
     modes = {module: module.training for module in model.modules()}
     states = generators.states(device)
-    if everything:
-        model.eval()
-    for module in () if everything else model.modules():
-        if isinstance(module, BatchNorms | Dropouts):
-            module.eval()
+    evaluated = [m for m in modes if isinstance(m, BatchNorms | Dropouts)]
+    for module in [model] if everything else evaluated:
+        module.eval()
     try:
         with kept_buffers(model):
             yield

@@ -42,6 +42,11 @@ class TargetRule:
             return counted.numel()
         return int((counted != self.ignored).sum())
 
+    def per_sample(self, batch: Mapping[str, Tensor]) -> int:
+        """Number of targets of a sample without masks: at least 1."""
+        labels = batch.get(self.entry)
+        return 1 if labels is None or self.by_sample else max(1, labels[0].numel())
+
     @property
     def target(self) -> int:
         """A label that counts."""

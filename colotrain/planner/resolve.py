@@ -186,7 +186,7 @@ def resolve(
         flops_per_token=surveyed.flops_per_token,
         smoke=smoke,
         warnings=(
-            *(() if smoke else _warnings_of_length(settings, steps)),
+            *(() if smoke else _warnings_of_length(settings, steps, optim)),
             *_warnings(settings, scale, machine),
             *warn_of_data(settings, surveyed),
             *warn_of_new_rows(settings, surveyed),
@@ -348,7 +348,7 @@ def _default_name(settings: Config, plugin: str) -> str:
     return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _warnings_of_length(settings: Config, planned: Steps) -> Iterator[str]:
+def _warnings_of_length(settings: Config, planned: Steps, optim: OptimPlan) -> Iterator[str]:
     """Warnings of settings that a run this short never reaches."""
     steps, warmup = planned.max_steps, planned.warmup_steps
     if warmup >= steps:
@@ -358,13 +358,12 @@ def _warnings_of_length(settings: Config, planned: Steps) -> Iterator[str]:
             f"optim.schedule.{said}: the run ends after {steps} steps, "
             "before the learning rate reaches its peak"
         )
-    shape = settings.optim.schedule
-    decay = min(shape.decay_steps or max(steps // 5, 1), steps)
-    if shape.name == "wsd" and warmup < steps and warmup + decay > steps:
+    decay = optim.num_decay_steps(steps)
+    if optim.schedule == "wsd" and warmup < steps and warmup + decay > steps:
         yield (
             f"optim.schedule: {warmup} steps of warm-up and {decay} of decay overlap in a run of "
             f"{steps}: the learning rate jumps down where the warm-up ends, from its peak to "
-            f"{1 - (1 - shape.min_lr_ratio) * max(warmup - (steps - 1 - decay), 0) / decay:.3g} of "
+            f"{1 - (1 - optim.final_ratio) * max(warmup - (steps - 1 - decay), 0) / decay:.3g} of "
             "it; set decay_steps or the warm-up lower"
         )
     for step in sorted(settings.freeze.unfreeze):

@@ -51,8 +51,8 @@ def study_loss(
     if (of_text and model.loss is None) or (num_bytes > MOST_STUDIED_BYTES and not ours):
         return LossStudy()
     found = surveys.study_loss(model, data, settings.train.seed)
-    if found.against:
-        raise ConfigError([Problem(**found.against)])
+    if found.problem:
+        raise ConfigError([Problem(**found.problem)])
     return found
 
 

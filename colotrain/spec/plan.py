@@ -262,6 +262,10 @@ class OptimPlan:
     """Further arguments of a user's own optimizer."""
     rules: tuple[RulePlan, ...] = ()
 
+    def num_decay_steps(self, max_steps: int) -> int:
+        """wsd: steps of the final decay in a run of `max_steps`."""
+        return min(self.decay_steps or max(max_steps // 5, 1), max_steps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreezePlan:

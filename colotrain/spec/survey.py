@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from colotrain.spec.divisions import Divisions
 
@@ -86,8 +86,8 @@ class LossStudy:
     """Label that does not count; None: all labels count."""
     notes: tuple[str, ...] = ()
     """What people should know of it."""
-    against: dict[str, str] = field(default_factory=dict)
-    """Fields of the problem (`errors.Problem`) for which it must not be trained; or nothing."""
+    problem: dict[str, Any] = field(default_factory=dict)
+    """Fields of the `errors.Problem` for which the loss must not be trained; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

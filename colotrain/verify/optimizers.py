@@ -14,7 +14,7 @@ from colotrain.dotted import import_target
 from colotrain.spec.plan import OptimPlan
 
 
-def kinds_of_norms_and_biases(model: nn.Module) -> set[str]:
+def names_without_decay(model: nn.Module) -> set[str]:
     """Names of the parameters that transformers' own trainer would leave without weight decay:
     those in a module whose class is a norm's, and those that are called a norm or a bias."""
     found = set()

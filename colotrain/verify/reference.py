@@ -2,9 +2,9 @@
 
 It computes in float64 where the model allows it, because in float32 its own rounding may be larger
 than that of the plugins, which sum in smaller pieces; and once more in the model's own dtype, to
-measure that rounding. It shares with colotrain's engine the code that reads
-its samples, and no code that is verified: no initial values, accumulation, freezing, sharding,
-clipping or optimizer code.
+measure that rounding. It shares with colotrain's engine the code that reads its samples, and no
+code that is verified: no initial values, accumulation, freezing, sharding, clipping or optimizer
+code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from colotrain.torch_internals import BatchNorms, TorchDispatchMode, tree_leaves
 from colotrain.verify.building import build_plain
 from colotrain.verify.distillation import WithTeacher
 from colotrain.verify.masks import MaskedSamples, without_dropout
-from colotrain.verify.optimizers import kinds_of_norms_and_biases, optimizer_of
+from colotrain.verify.optimizers import names_without_decay, optimizer_of
 from colotrain.verify.preferences import TwoModels
 
 Tensors = dict[str, Tensor]
@@ -264,7 +264,7 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
 
 def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
     """Add an optimizer, with its learning rate, for every newly trained parameter."""
-    undecayed = kinds_of_norms_and_biases(model)
+    undecayed = names_without_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in optimizers:
             made = optimizer_of(name, parameter, plan.optim, undecayed)

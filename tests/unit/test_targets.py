@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import targets_per_sample
 from colotrain.engine import loop
 from colotrain.engine.accumulation import weighted_loss
 from colotrain.engine.gradients import gradients
@@ -131,7 +130,7 @@ def test_half_precision_losses_are_summed_in_float32(dtype: torch.dtype) -> None
     loss, _ = weighted_loss(model, many)  # type: ignore[arg-type]
     assert loss.dtype == torch.float32
     assert loss.item() == torch.tensor(4.368, dtype=dtype).item() * 2**16
-    assert targets_per_sample(many) == 2**14
+    assert TargetRule().per_sample(many) == 2**14
 
 
 def test_what_half_precision_cannot_hold_is_told() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from colotrain.engine.optim.parameter_settings import norms_and_biases, settings_of
 from colotrain.runs.resolving import plan_from
-from colotrain.verify.optimizers import kinds_of_norms_and_biases
+from colotrain.verify.optimizers import names_without_decay
 from tests.dist.conftest import SMALL
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +62,7 @@ def test_norms_and_biases_of_two_dimensions_do_not_decay() -> None:
     }
     assert found == DECAYING
     everything = {name for name, _ in model.named_parameters()}
-    assert everything - kinds_of_norms_and_biases(model) == DECAYING
+    assert everything - names_without_decay(model) == DECAYING
 
 
 def test_muon_leaves_norms_and_biases_to_adamw() -> None:
@@ -97,7 +97,7 @@ def test_parameters_that_decay_are_those_that_decay_in_transformers_trainer(conf
         if settings_of(name, p.ndim, plan, undecayed=undecayed).weight_decay
     }
     assert ours == theirs & {name for name, p in model.named_parameters() if p.ndim > 1}
-    assert ours == {name for name, _ in model.named_parameters()} - kinds_of_norms_and_biases(model)
+    assert ours == {name for name, _ in model.named_parameters()} - names_without_decay(model)
 
 
 def test_a_warm_up_of_wsd_that_overlaps_with_its_decay_is_said() -> None:

@@ -43,7 +43,6 @@ __all__ = [
     "read_sample",
     "refuse_empty",
     "stack",
-    "targets_per_sample",
 ]
 
 
@@ -327,12 +326,6 @@ def _collated(samples: list[Any], collate: Collate) -> dict[str, Tensor]:
 
 def _kind(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def targets_per_sample(batch: Mapping[str, Tensor]) -> int:
-    """Number of targets in an unmasked sample of this batch: at least 1."""
-    labels = batch.get("labels")
-    return 1 if labels is None else max(1, labels[0].numel())
 
 
 def _tensors(index: int, sample: Any) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
     span = max(max_steps - 1 - plan.warmup_steps, 1)
     progress = min((step - plan.warmup_steps) / span, 1.0)
     if plan.schedule == "wsd":
-        decay = min(plan.decay_steps or max(max_steps // 5, 1), max_steps)
+        decay = plan.num_decay_steps(max_steps)
         progress = min(max(step - (max_steps - 1 - decay), 0) / decay, 1.0)
     if plan.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - plan.final_ratio) * progress

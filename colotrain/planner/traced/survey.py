@@ -35,7 +35,7 @@ from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_match import missing_in, remarks_on_files
-from colotrain.models.huggingface_task import CAUSAL, MASKED, Task
+from colotrain.models.huggingface_task import CAUSAL, MASKED
 from colotrain.models.llm import LLM
 from colotrain.models.loading import (
     begin_training_,
@@ -93,6 +93,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         balances_experts=task_in(module) is CAUSAL and balances_experts(module),
         batch_norms=tuple(batch_norms(module)),
         **huggingface_task(module, model),
+        remarks=tuple(remarks(module, model)),
         chunks_loss=isinstance(module, LLM)
         or (
             task_in(module) is CAUSAL and not (balances_experts(module) or holds_all_logits(module))
@@ -137,7 +138,7 @@ def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
     return LossStudy(
         ignore_index=found.rule.ignored,
         notes=tuple(loss_trial.notes_of(found)),
-        against={} if problem is None else dataclasses.asdict(problem),
+        problem={} if problem is None else dataclasses.asdict(problem),
     )
 
 
@@ -166,13 +167,11 @@ def _first_samples(data: DataPlan, seed: int, vocab: int | None) -> dict[str, Te
 
 
 def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
-    """The task of a Hugging Face model, how its loss is computed, and remarks on any model."""
-    task = task_in(module)
+    """The task of a Hugging Face model, and what its files lack."""
     if model.hf is None:
-        uncalled = not model.is_deferred and leaves_init_uncalled(module)
-        return {"remarks": (UNCALLED,) if uncalled else ()}
+        return {}
+    task = task_in(module)
     found: dict[str, Any] = {"missing": tuple(missing_in(module))}
-    found |= {"remarks": (*remarks_on_files(module), *_remarks(module, task))}
     if task is CAUSAL:
         return found
     unknown = f"another task ({type(module).__name__})"
@@ -188,8 +187,13 @@ UNCALLED = (
 )
 
 
-def _remarks(module: nn.Module, task: Task | None) -> Iterator[str]:
-    if task is not CAUSAL:
+def remarks(module: nn.Module, model: ModelPlan) -> Iterator[str]:
+    """What people should know of a model's first values and of how its loss is computed."""
+    if model.hf is not None:
+        yield from remarks_on_files(module)
+    elif not model.is_deferred and leaves_init_uncalled(module):
+        yield UNCALLED
+    if task_in(module) is not CAUSAL:
         return
     if holds_all_logits(module):
         yield (

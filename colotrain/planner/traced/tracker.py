@@ -32,7 +32,7 @@ from colotrain.models.loading import build_on_meta
 from colotrain.models.objective import attach_, output_of
 from colotrain.planner.layout import layout_of
 from colotrain.planner.memory import predict
-from colotrain.planner.traced.survey import one_sample, survey
+from colotrain.planner.traced.survey import one_sample, survey, tied_names
 from colotrain.planner.traced.tracing import Batch, NotTraceable, loss_of, trace
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.optimizers import OPTIMIZERS
@@ -143,7 +143,7 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
         trial = _batch(plan, sample, "meta")
         groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=trial)
         checkpoint_blocks_(model, plan.train.activation_checkpointing)
-        tied = _tied_names(model)
+        tied = tied_names(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             sharded = shard_(model, plan, mesh, groups)
             model.to_empty(device="cpu")
@@ -165,21 +165,11 @@ def _optimizer(plan: RunPlan, trained: list[nn.Parameter]) -> torch.optim.Optimi
     return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=momentum, foreach=False)
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Further name of a parameter → its first name."""
-    first: dict[int, str] = {}
-    return {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
-
-
-def _tie_again(model: nn.Module, tied: dict[str, str]) -> None:
+def _tie_again(model: nn.Module, tied: dict[str, tuple[str, ...]]) -> None:
     """Tie parameters again that `to_empty` has split."""
-    for name, owner in tied.items():
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, model.get_parameter(owner))
+    for owner, others in tied.items():
+        for module, _, leaf in (name.rpartition(".") for name in others):
+            setattr(model.get_submodule(module), leaf, model.get_parameter(owner))
 
 
 def _step(
