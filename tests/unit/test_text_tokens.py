@@ -123,6 +123,19 @@ def test_a_completion_begins_where_trl_begins_it(
     assert len(told) <= 1
 
 
+@pytest.mark.parametrize("direction", ["left", "right"])
+def test_padding_that_a_tokenizer_json_asks_for_is_not_taken_for_what_it_adds_to_texts(
+    tmp_path: Path, direction: str
+) -> None:
+    folder = make(tmp_path / "tokenizer", "bert")
+    tokenizer = vocabulary.load(folder / "tokenizer.json")
+    added, known = vocabulary.frame_of(tokenizer), vocabulary.special_tokens(str(folder))
+    tokenizer.enable_padding(direction=direction, length=64, pad_id=tokenizer.token_to_id("[PAD]"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert vocabulary.frame_of(vocabulary.load(folder / "tokenizer.json")) == added
+    assert vocabulary.special_tokens(str(folder)) == known
+
+
 def test_add_bos_token_beside_a_tokenizer_json_has_no_effect_as_in_transformers(
     tmp_path: Path,
 ) -> None:

@@ -208,16 +208,18 @@ class DocumentForm:
 
 
 def frame_of(tokenizer: Tokenizer) -> Frame:
-    """The tokens that a tokenizer's post-processor adds to a text."""
+    """The tokens that a tokenizer's post-processor adds to a text, without its padding."""
     if tokenizer.post_processor is None:
         return Frame()
     for text in ("a", "0", ".", *tokenizer.get_vocab()):
         encoding = tokenizer.encode(text)
-        is_added = encoding.special_tokens_mask
+        seen = np.flatnonzero(encoding.attention_mask)
+        ids = [encoding.ids[i] for i in seen]
+        is_added = [encoding.special_tokens_mask[i] for i in seen]
         if 0 in is_added:
             begin = is_added.index(0)
             end = len(is_added) - is_added[::-1].index(0)
-            return Frame(tuple(encoding.ids[:begin]), tuple(encoding.ids[end:]))
+            return Frame(tuple(ids[:begin]), tuple(ids[end:]))
     return Frame()
 
 
