@@ -127,7 +127,7 @@ def _of_format(
         chosen = [file for file in found if file.kind in kinds]
     else:
         chosen = list(found)
-    others = [file for file in found if file not in chosen]
+    others = rest_of(found, chosen)
     return [replace(file, kind=data_format) for file in chosen], others
 
 
@@ -140,8 +140,7 @@ def _sort_out(
     documents (`DOCUMENTS`), or many.
     """
     data = [file for file in found if file.kind not in ("text", "object")]
-    others = [file for file in found if file not in data]
-    strays = [file for file in others if not formats.is_about(file.name)]
+    strays = [file for file in rest_of(found, data) if not formats.is_about(file.name)]
     documents = [file for file in strays if file.path.suffix.lower() in DOCUMENTS]
     tokens = [file for file in data if file.kind in TOKEN_FORMATS]
     if tokens and len(tokens) == len(data) and documents and not any(map(_says_split, tokens)):
@@ -158,7 +157,13 @@ def _sort_out(
         shown = formats.as_list(kinds)
         fix = "set data.format, or name the files that are meant with a glob"
         raise corpora.wrong_path(path, f"one format, not {shown}", fix, key=key)
-    return data, [file for file in found if file.path not in {one.path for one in data}]
+    return data, rest_of(found, data)
+
+
+def rest_of(files: Sequence[DataFile], chosen: Sequence[DataFile]) -> list[DataFile]:
+    """The files that are not among `chosen`."""
+    paths = {file.path for file in chosen}
+    return [file for file in files if file.path not in paths]
 
 
 def _says_split(file: DataFile) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from colotrain.data.prepare import corpora, formats
 from colotrain.data.prepare.corpora import DataFile
-from colotrain.data.prepare.folders import OTHER, is_program, look_at
+from colotrain.data.prepare.folders import OTHER, is_program, look_at, rest_of
 from colotrain.data.prepare.formats import family_of
 from colotrain.spec.plan import DataPlan
 
@@ -170,7 +170,7 @@ def _without(found: Sources, held: Sources, plan: DataPlan) -> Sources:
     """The files of `data.path` that are not those of `data.validation_path`."""
     places = {os.path.realpath(file.path) for file in held.files}
     both = [file for file in found.files if os.path.realpath(file.path) in places]
-    rest = tuple(file for file in found.files if file not in both)
+    rest = tuple(rest_of(found.files, both))
     if not rest:
         value, expected = ", ".join(plan.validation_paths), "other files than those of data.path"
         raise corpora.wrong_path(value, expected, "leave something to train on", key=VALIDATION)
