@@ -317,6 +317,34 @@ def test_contents_are_parts_for_a_template_that_reads_nothing_else() -> None:
     assert not found.notes
 
 
+def test_an_empty_content_beside_a_call_is_no_content_that_a_template_shows() -> None:
+    parts = (
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content or [] %}"
+        "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    result = {"role": "tool", "content": "It rains."}
+    chat = [user("Sunny?"), answer(None, tool_calls=[call]), result, answer("Not now.")]
+    (found,) = rendered(parts, messages=chat)
+    assert "[user]Sunny?;" in marked(found)
+    assert marked(found).endswith("[tool]It rains.;[assistant]<Not now.;>")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"system": "Be brief.", "messages": TWO},
+        {"messages": [{"role": "system", "content": "Be brief.", "train": False}, *TWO]},
+    ],
+)
+def test_a_template_may_want_a_question_after_each_system_message(record: dict[str, Any]) -> None:
+    strict = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}"
+    (found,) = rendered(strict + CHATML, **record)
+    assert marked(found).count("<1<|im_end|>>") == marked(found).count("<2<|im_end|>>") == 1
+
+
 def test_a_preference_pair_learns_one_answer_under_any_template() -> None:
     pairs = Renderer(columns={}, loss_on="answers", template=PHI_3, tokens=TOKENS, pairs=True)
     chosen, rejected = pairs.documents(

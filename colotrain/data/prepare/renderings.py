@@ -127,19 +127,18 @@ class Rendering:
         return Sample(text=text, answers=answers, last=index)
 
     def _marked_in(self, asked: list[int], loss_on: str) -> list[Span] | None:
-        """The marked spans without those of messages that are not trained on; None where these
+        """The marked spans without those of answers that are not trained on; None where these
         are rendered differently in the whole text."""
-        chat = self.chat
         if loss_on == "last":
             wanted = [self._region(asked[-1], asked[-1] + 1)]
-        elif chat.first or chat.untrained:
-            left_out = sorted(index for index in chat.untrained if index >= chat.first)
-            edges = [chat.first, *(edge for i in left_out for edge in (i, i + 1))]
-            edges.append(len(self.messages))
-            pairs = list(zip(edges[::2], edges[1::2], strict=True))
-            wanted = [self._region(start, stop) for start, stop in pairs if stop > start]
         else:
-            return self.marked
+            # edges at answers alone: some templates refuse a system message without a question
+            answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+            begin = self.chat.first if any(i < self.chat.first for i in answers) else 0
+            left_out = [i for i in answers if i >= begin and i in self.chat.untrained]
+            edges = [begin, *(edge for i in left_out for edge in (i, i + 1)), len(self.messages)]
+            pairs = zip(edges[::2], edges[1::2], strict=True)
+            wanted = [self._region(start, stop) for start, stop in pairs if stop > start]
         known = [region for region in wanted if region is not None]
         return _within(self.marked, known) if len(known) == len(wanted) else None
 
@@ -220,7 +219,7 @@ def _as_parts(rendering: Rendering) -> Rendering | None:
     """A rendering of contents as lists of parts, where the template shows no content that is
     text."""
     if any(
-        "content" not in lost_fields(rendering.template, m, rendering.whole)
+        m.get("content") and "content" not in lost_fields(rendering.template, m, rendering.whole)
         for m in rendering.messages
     ):
         return None
