@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from colotrain.data.prepare import corpora, megatron, vocabulary
+from colotrain.data.prepare import corpora, vocabulary
 from colotrain.data.prepare.cache import Cache
 from colotrain.data.prepare.corpora import DataFile, Progress
-from colotrain.data.prepare.prepared import Prepared, count_tokens
+from colotrain.data.prepare.megatron_index import read_index
+from colotrain.data.prepare.prepared import NUMPY_DTYPES, Prepared, count_tokens
 from colotrain.spec.plan import DataPlan
 
 SCAN_TOKENS = 1 << 21
+MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
+"""Code in a Megatron index → type of the tokens."""
 
 
 def open_token_files(
@@ -45,7 +48,7 @@ def are_known(files: Sequence[DataFile], store: Cache, *, salt: str) -> bool:
 
 def _open(file: DataFile) -> Prepared:
     path = file.path.absolute()
-    return megatron.open_pair(path) if file.kind == "megatron" else _open_nanogpt(path)
+    return _open_megatron(path) if file.kind == "megatron" else _open_nanogpt(path)
 
 
 def _open_nanogpt(file: Path) -> Prepared:
@@ -59,6 +62,33 @@ def _open_nanogpt(file: Path) -> Prepared:
     count = count_tokens(file, dtype)
     return Prepared(
         train=file, validation=file, dtype=dtype, vocab_size=0, num_train=count, num_validation=0
+    )
+
+
+def _open_megatron(file: Path) -> Prepared:
+    """A whole pair of files as training tokens; `ConfigError` if the two files do not match."""
+    index = file.with_suffix(".idx")
+    code, lengths, starts, _ = read_index(index)
+    if code not in MEGATRON_DTYPES:
+        known = ", ".join(f"{number} {name}" for number, name in MEGATRON_DTYPES.items())
+        raise corpora.wrong_path(str(index), f"a known type of token ({known})", f"it has {code}")
+    dtype = MEGATRON_DTYPES[code]
+    width = np.dtype(NUMPY_DTYPES[dtype]).itemsize
+    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if not file.is_file() or count_tokens(file, dtype) != before[-1]:
+        expected = f"{before[-1]} tokens of {dtype}, as {index.name} says"
+        raise corpora.wrong_path(str(file), expected, "copy both files of the pair again")
+    if not np.array_equal(starts, before[:-1] * width):
+        expected = "sequences that follow one another without gaps"
+        raise corpora.wrong_path(str(index), expected, "write the pair again")
+    return Prepared(
+        train=file,
+        validation=file,
+        dtype=dtype,
+        vocab_size=0,
+        num_train=int(before[-1]),
+        num_validation=0,
+        index=index,
     )
 
 
