@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colotrain.data.prepare import vocabulary
-from colotrain.data.prepare.template_tokens import trained_template
+from colotrain.data.prepare.conversations import trained_template
 from colotrain.data.prepare.tokens import decode, prepare_all
 from colotrain.engine.checkpoint.checkpoint import step_of
 from colotrain.engine.checkpoint.manifest import read_manifest

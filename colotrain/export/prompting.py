@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from colotrain.data.prepare.template_tokens import described, trained_template, unknown_marks
+from colotrain.data.prepare.conversations import trained_template
+from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.export.job import Job, write_json
 
 TEMPLATE = "chat_template.jinja"
@@ -41,7 +42,7 @@ def complete_prompting(job: Job, config: dict[str, Any]) -> None:
     template = tokenizer.chat_template
     file = job.folder / "tokenizer.json"
     if isinstance(template, str) and file.is_file() and (marks := unknown_marks(template, file)):
-        job.notes.append(described(marks))
+        job.notes.append(describe_marks(marks))
     path = job.folder / GENERATION
     settings = _read(path) or {
         key: config[key]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from colotrain.data.prepare.template_tokens import unknown_marks
+from colotrain.data.prepare.templates import unknown_marks
 
 TEMPLATE = "{{ '<|im_start|>' + messages[0].role + '<|im_end|>' }}<start_of_turn>[INST] <b> <|"
 

@@ -367,6 +367,11 @@ def renderer_of(plan: DataPlan) -> Renderer:
     )
 
 
+def trained_template(plan: DataPlan) -> str | None:
+    """The chat template that a run renders conversations with; None: none, or no such data."""
+    return None if plan.source == "target" else renderer_of(plan).template
+
+
 def _templates(plan: DataPlan, beside: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates by name: `default`, and others that the tokenizer may have."""
     if plan.chat_template == "chatml":

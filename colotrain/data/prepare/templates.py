@@ -7,21 +7,27 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from colotrain.data.prepare.messages import Conversation
 from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.vocabulary import load, tokenizer_file
 from colotrain.errors import ColotrainError, ConfigError, Problem
 
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]
 
-MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TOKEN = re.compile(
+    r"<\|[^|<>\s'\"{}]+\|>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|\[/?(?:INST|SYSTEM_PROMPT)\]"
+)
+"""What only special tokens look like: `<|im_end|>`, `<start_of_turn>`, `[INST]`."""
 DATE = date(2024, 1, 1)
 """The date for templates that write today's, so that tokens do not depend on the day."""
 DIRECTIVES = ("-d", "-m", "-I", "-H", "%", *"aAbBdHIjmMpSwxXyYcZ")
@@ -65,7 +71,7 @@ class ChatTemplate:
 
     @property
     def has_marks(self) -> bool:
-        return MARK.search(self.source) is not None
+        return GENERATION.search(self.source) is not None
 
     def mentions(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
@@ -152,3 +158,25 @@ def _fixed_date() -> str:
         for directive in DIRECTIVES
     )
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}"
+
+
+def unknown_marks(template: str, tokenizer: str | Path, tokens: Sequence[str] = ()) -> list[str]:
+    """The marks in a template that are no tokens of a tokenizer to which `tokens` are added.
+
+    Empty for `bytes` and `bpe-SIZE`, which have special tokens of no template.
+    """
+    file = tokenizer_file(str(tokenizer))
+    marks = dict.fromkeys(TOKEN.findall(template))
+    if file is None or not marks:
+        return []
+    known = load(file)
+    return [mark for mark in marks if mark not in tokens and known.token_to_id(mark) is None]
+
+
+def describe_marks(marks: Sequence[str]) -> str:
+    """Say that these marks of a template are no tokens, and what follows."""
+    names, one = ", ".join(marks), len(marks) == 1
+    return (
+        f"{names} of the chat template {'is' if one else 'are'} no token{'s' * (not one)} of the "
+        f"tokenizer: {'it is' if one else 'each is'} read and trained on as several pieces of text"
+    )

@@ -11,20 +11,13 @@ from typing import IO, Any
 import numpy as np
 
 from colotrain.data.prepare import corpora, records, token_rows, vocabulary
-from colotrain.data.prepare.answers import (
-    Targets,
-    Tokens,
-    begin_answer_,
-    begin_together_,
-    prompt_of,
-    targets_of,
-)
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
+from colotrain.data.prepare.encoding import Document, encode_documents
 from colotrain.data.prepare.pool import default_workers, in_order
-from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, merge_notes, write_metadata
+from colotrain.data.prepare.prepared import Note, beside, merge_notes, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
-from colotrain.data.prepare.template_tokens import described, unknown_marks
+from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
 from colotrain.errors import ConfigError, Problem
@@ -32,8 +25,6 @@ from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
 BAD_SHOWN = 5
-Document = tuple[str, Rendered | TokenRow]
-"""`FILE:LINE` of a record, and the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +40,7 @@ class Task:
     fraction: float
     """Share of the records that are validation, in files without a split of their own."""
     unknown_marks: tuple[str, ...] = ()
-    """Marks of the chat template that are no tokens of the tokenizer's file."""
+    """Marks of the chat templates that are no tokens of the tokenizer's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +70,14 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
     renderer, file = renderer_of(plan), work / "tokenizer.json"
     texts = _training_texts(plan, files, renderer, report)
     encoder = vocabulary.make_encoder(plan.tokenizer, file, texts, tokens=plan.tokens)
+    template = f"{renderer.template or ''}{renderer.tool_template or ''}"
     task = Task(
         tokenizer=plan.tokenizer,
         file=file,
         renderer=renderer,
         masked=plan.masked is not None,
         fraction=plan.validation_fraction,
-        unknown_marks=_unknown_marks(plan, renderer),
+        unknown_marks=tuple(unknown_marks(template, plan.tokenizer, plan.tokens)),
     )
     encoded = in_order(
         encode,
@@ -130,7 +122,7 @@ def _finish(
         for writer in writers.values():
             beside(writer.path, "targets").unlink()
     metadata: dict[str, Any] = {
-        "dtype": dtype_of(encoder),
+        "dtype": encoder.dtype,
         "vocab_size": encoder.vocab_size,
         "separator": encoder.separator,
         "has_documents": True,
@@ -142,10 +134,6 @@ def _finish(
     for split, writer in writers.items():
         metadata |= {f"num_{split}": writer.num_tokens, f"num_bytes_{split}": writer.num_bytes}
     write_metadata(work, metadata)
-
-
-def dtype_of(encoder: Encoder) -> str:
-    return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
 
 
 class Writer:
@@ -211,7 +199,11 @@ def encode(block: Block) -> Encoded:
         notes += [Note(text=name, count=1, first=place, is_unread=True) for name in unread]
         split = split_of(block, number, _task.fraction)
         documents[split] += [(place, document) for document in found]
-    rows = {split: _encode(found, notes) for split, found in documents.items()}
+    pairs = _task.renderer.pairs
+    rows = {
+        split: encode_documents(found, _encoder, notes, pairs=pairs)
+        for split, found in documents.items()
+    }
     return Encoded(
         tokens={
             split: b"".join(row.tobytes() for row, _ in found) for split, found in rows.items()
@@ -243,21 +235,12 @@ def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
     return _task.renderer.documents(record)
 
 
-def _unknown_marks(plan: DataPlan, renderer: Renderer) -> tuple[str, ...]:
-    """Empty where the run has no tokenizer with special tokens of its own."""
-    file = vocabulary.tokenizer_file(plan.tokenizer)
-    if file is None or renderer.template is None:
-        return ()
-    tokens = set(plan.tokens)
-    return tuple(m for m in unknown_marks(renderer.template, file) if m not in tokens)
-
-
 def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:
     yield from document.notes
     if isinstance(document, Rendered) and not document.ends:
         marks = [mark for mark in _task.unknown_marks if mark in document.text]
         if marks:
-            yield described(marks)
+            yield describe_marks(marks)
 
 
 def _has_answers(document: Rendered | TokenRow) -> bool:
@@ -277,56 +260,6 @@ def split_of(block: Block, number: int, fraction: float) -> str:
         return block.split
     held = fraction and corpora.is_validation(f"{block.name}:{number}", fraction)
     return "validation" if held else "train"
-
-
-def _encode(documents: Sequence[Document], notes: list[Note]) -> list[tuple[Tokens, Targets]]:
-    """Tokens and targets of documents; appends to `notes`."""
-    texts = [found for _, found in documents if isinstance(found, Rendered)]
-    plain = iter(_encoder.encode([r.text for r in texts if r.answers is None]))
-    marked = iter(_encoder.encode_with_offsets([r.text for r in texts if r.answers is not None]))
-    prompts = iter(_encoder.encode([p for r in texts if (p := prompt_of(r)) is not None]))
-    dtype = np.dtype(NUMPY_DTYPES[dtype_of(_encoder)])
-    rows: list[tuple[Tokens, Targets]] = []
-    for place, found in documents:
-        if isinstance(found, TokenRow):
-            rows.append((found.ids.astype(dtype), found.targets.astype(np.uint8)))
-            continue
-        ids, offsets = (next(plain), None) if found.answers is None else next(marked)
-        row = np.asarray(ids, dtype=dtype)
-        wanted, unusual = np.ones(len(row), np.uint8), dict[str, None]()
-        if found.answers is not None:
-            wanted = targets_of(offsets, found.answers, unusual)
-        if prompt_of(found) is not None:
-            begin_answer_(wanted, row, np.asarray(next(prompts), dtype=dtype), unusual)
-        if found.ends:
-            before = _encoder.frame.before
-            if before and row[:1].tolist() == [before[-1]]:
-                unusual[BEGINS_TWICE] = None
-            row, wanted = _as_document(row, wanted, is_prompt=found.answers is not None)
-        notes += [Note(text=text, count=1, first=place) for text in unusual]
-        if len(row) or _task.renderer.pairs:
-            rows.append((row, wanted))
-    if _task.renderer.pairs:
-        begin_together_(rows)
-    return rows
-
-
-BEGINS_TWICE = (
-    "the text begins with the token that the tokenizer puts before every text: it stands there "
-    "twice, as in transformers (remove it from the text)"
-)
-
-
-def _as_document(row: Tokens, wanted: Targets, *, is_prompt: bool) -> tuple[Tokens, Targets]:
-    """A text's tokens with what the tokenizer adds to a text, and the separator.
-
-    The beginning is not trained on where it is a prompt's; the end always is.
-    """
-    before = _encoder.frame.before
-    after = _encoder.end_after(int(row[-1]) if len(row) else None)
-    framed = np.concatenate([np.asarray(part, row.dtype) for part in (before, row, after)])
-    begin = np.full(len(before), 0 if is_prompt else 1, np.uint8)
-    return framed, np.concatenate([begin, wanted, np.ones(len(after), np.uint8)])
 
 
 def _blocks(files: Sequence[DataFile], renderer: Renderer) -> Iterator[Block]:

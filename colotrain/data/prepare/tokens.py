@@ -13,6 +13,7 @@ from colotrain.data.prepare import corpora, tokenising, vocabulary
 from colotrain.data.prepare.cache import Cache
 from colotrain.data.prepare.conversations import renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress, Span
+from colotrain.data.prepare.folders import rest_of
 from colotrain.data.prepare.prepared import (
     NUMPY_DTYPES,
     Note,
@@ -41,8 +42,6 @@ __all__ = [
 
 FORMAT = 6  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
-
-Write = Callable[[Path], None]
 
 
 def parts_of(plan: DataPlan) -> list[DataPlan]:
@@ -104,9 +103,7 @@ def prepare_shards(
         found = find_sources(plan)
         if found.family == "tokens":
             return open_token_files(plan, found.files, store, report, salt=str(FORMAT))
-        if found.family == "records":
-            return [_prepare_records(plan, found, store, report)]
-        return [_prepare_text(plan, found, store, report)]
+        return [_prepare(plan, found, store, report)]
     except OSError as error:
         fix = f"make the data readable and {store.path} writable (or set COLOTRAIN_CACHE)"
         raise ColotrainError(f"the data cannot be prepared: {error}", fix) from error
@@ -151,68 +148,34 @@ def _is_known(plan: DataPlan, store: Cache) -> bool:
     found = find_sources(plan)
     if found.family == "tokens":
         return are_known(found.files, store, salt=str(FORMAT))
-    own, salt = _own_files(plan)
-    if found.family == "records":
-        salt += _salt_of_records(plan)
+    own, salt = _own_files(plan, found.family)
     return _find(store, corpora.fingerprint([*own, *found.files], salt)) is not None
 
 
-def _prepare_text(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> Prepared:
-    def write(work: Path) -> None:
-        _write_entry(work, plan, corpora.text_files(found.files), report)
-
-    own, salt = _own_files(plan)
-    return _prepare(found.files, corpora.text_files, own, salt, write, store, report)
-
-
-def _prepare_records(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> Prepared:
-    def write(work: Path) -> None:
-        tokenising.write_records(work, plan, found.files, report)
-
-    own, salt = _own_files(plan)
-    salt += _salt_of_records(plan)
-    return _prepare(found.files, list, own, salt, write, store, report)
-
-
-def _salt_of_records(plan: DataPlan) -> str:
-    """Text of the settings that the tokens of records depend on, beside `_own_files`."""
-    pairs = " pairs" if plan.pairs else ""
-    return f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
-
-
-def _prepare(
-    files: Sequence[DataFile],
-    choose: Callable[[Sequence[DataFile]], list[DataFile]],
-    own: Sequence[DataFile],
-    salt: str,
-    write: Write,
-    store: Cache,
-    report: Progress,
-) -> Prepared:
-    """The cache's entry for `files`, written by `write` if there is none.
-
-    `choose` opens files to select those that are used. `own` is the tokenizer's file.
-    """
+def _prepare(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> Prepared:
+    """The cache's entry for files of text or records, which is made if there is none."""
+    files = found.files
+    own, salt = _own_files(plan, found.family)
     fingerprint = corpora.fingerprint([*own, *files], salt)
-    if found := _find(store, fingerprint):
-        return found
+    if known := _find(store, fingerprint):
+        return known
     with store.lock(fingerprint, report):
-        if found := _find(store, fingerprint):  # made while this process waited
-            return found
-        chosen = choose(files)
+        if known := _find(store, fingerprint):  # made while this process waited
+            return known
+        is_text = found.family == "text"
+        chosen = corpora.text_files(files) if is_text else list(files)
+        write = _write_entry if is_text else tokenising.write_records
         key = corpora.content_key([*own, *chosen], salt, report)
         with store.lock(f"of-{key}", report):  # the same content may be prepared under another path
             if not read_entry(store.entry(key)):
                 store.discard(key)
                 with store.publish(fingerprint, key, readers=readers_of(files)) as work:
-                    write(work)
+                    write(work, plan, chosen, report)
                     note_shared_documents(work)
                     if corpora.fingerprint([*own, *files], salt) != fingerprint:
                         problem = "the data files changed while they were being read"
                         raise ColotrainError(problem, "start again when nothing writes to them")
-        others = set(files) - set(chosen)
-        unread = shown_names([file for file in files if file in others])
-        store.remember(fingerprint, {"key": key, "unread": unread})
+        store.remember(fingerprint, {"key": key, "unread": shown_names(rest_of(files, chosen))})
         made = _find(store, fingerprint)
     assert made is not None, f"{store.entry(key)} was not left whole"
     return made
@@ -226,8 +189,8 @@ def readers_of(files: Sequence[DataFile]) -> int:
     return readers
 
 
-def _own_files(plan: DataPlan) -> tuple[list[DataFile], str]:
-    """The tokenizer's file, and a text of the other settings that tokens depend on.
+def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
+    """The tokenizer's file, and a text of the other settings that tokens of a family depend on.
 
     The text does not contain the file's path, since only its content matters.
     """
@@ -238,7 +201,11 @@ def _own_files(plan: DataPlan) -> tuple[list[DataFile], str]:
     named = [DataFile(name="tokenizer.json", path=own)] if own else []
     masked = " masked" if plan.masked is not None else ""
     ends = f"{ends} {plan.tokens!r}" if plan.tokens else ends
-    return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
+    salt = f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
+    if family == "records":
+        pairs = " pairs" if plan.pairs else ""
+        salt += f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
+    return named, salt
 
 
 def _find(store: Cache, fingerprint: str) -> Prepared | None:
@@ -260,9 +227,8 @@ def _write_entry(work: Path, plan: DataPlan, files: Sequence[DataFile], report: 
     encoder = vocabulary.make_encoder(plan.tokenizer, file, text, tokens=plan.tokens)
     if plan.masked is not None:  # samples have the tokenizer's frame, not documents
         encoder = dataclasses.replace(encoder, frame=vocabulary.Frame())
-    dtype = tokenising.dtype_of(encoder)
     metadata: dict[str, object] = {
-        "dtype": dtype,
+        "dtype": encoder.dtype,
         "vocab_size": encoder.vocab_size,
         "separator": encoder.separator,
         "has_documents": True,
@@ -273,7 +239,7 @@ def _write_entry(work: Path, plan: DataPlan, files: Sequence[DataFile], report: 
         def report_bytes(read: int, before: int = before) -> None:
             report("tokenizing", min(before + read, total), total)
 
-        counts = _write_tokens(work / f"{split}.bin", spans, encoder, dtype, report_bytes)
+        counts = _write_tokens(work / f"{split}.bin", spans, encoder, report_bytes)
         metadata[f"num_{split}"], metadata[f"num_bytes_{split}"] = counts
         before += sum(span.size_bytes for span in spans)
     write_metadata(work, metadata)
@@ -289,7 +255,7 @@ def _training_text(spans: Sequence[Span], report: Progress) -> Iterator[str]:
 
 
 def _write_tokens(
-    path: Path, spans: Sequence[Span], encoder: Encoder, dtype: str, report: Callable[[int], None]
+    path: Path, spans: Sequence[Span], encoder: Encoder, report: Callable[[int], None]
 ) -> tuple[int, int]:
     """Write the documents' tokens and ends; returns (number of tokens, UTF-8 bytes of text)."""
     num_tokens, num_bytes, last = 0, 0, None
@@ -297,7 +263,7 @@ def _write_tokens(
 
         def add(ids: Any) -> None:
             nonlocal num_tokens, last
-            row = np.asarray(ids, dtype=NUMPY_DTYPES[dtype])
+            row = np.asarray(ids, dtype=NUMPY_DTYPES[encoder.dtype])
             out.write(row.tobytes())
             num_tokens += len(row)
             last = int(row[-1]) if len(row) else last

@@ -56,6 +56,11 @@ class Encoder:
     encode_with_offsets: Callable[[list[str]], list[tuple[Any, Any]]]
     """Texts → tokens without the frame, and each token's first and last character + 1."""
 
+    @property
+    def dtype(self) -> str:
+        """Type of the tokens in files."""
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
     def end_after(self, last: int | None) -> tuple[int, ...]:
         """Tokens that end a document of text whose own last token is `last`.
 
