@@ -44,11 +44,8 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
         first = next(line for shard in shards for line in shard.bad)
         line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
         console.print(line, style="yellow", soft_wrap=True)
-    fraction = plan.data.validation_fraction
-    if fraction and not any(shard.num_validation for shard in shards):
-        line = f"warning: data.validation_fraction={fraction:g} keeps none of so few records: there"
-        line += " is no validation; raise it, or name files with data.validation_path"
-        console.print(line, style="yellow", soft_wrap=True)
+    if not any(shard.num_validation for shard in shards) and (why := _why_no_validation(plan)):
+        console.print(f"warning: there is no validation: {why}", style="yellow", soft_wrap=True)
     if packing_of(shards, plan.data) != "stream":
         seq_len = plan.data.seq_len
         num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
@@ -57,6 +54,19 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
             if num_empty := _count_empty(plan, shards):
                 line += f"; {num_empty} of them end before their first token that is trained on"
             console.print(line, style="yellow", soft_wrap=True)
+
+
+def _why_no_validation(plan: RunPlan) -> str:
+    """Why data that were to have validation have none; empty where none was asked for."""
+    from colotrain.data.prepare.tokens import described_parts
+
+    parts = described_parts(plan.data)
+    if names := [name for part in parts for name in part["validation"]["first"]]:
+        return f"nothing to read in {', '.join(names)}"
+    if not (fraction := plan.data.validation_fraction):
+        return ""
+    few = f"data.validation_fraction={fraction:g} keeps none of so few data"
+    return f"{few} (raise it, or name files with data.validation_path)"
 
 
 def _count_empty(plan: RunPlan, shards: Sequence[Prepared]) -> int:

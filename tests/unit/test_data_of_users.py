@@ -500,6 +500,26 @@ def test_what_is_said_of_data(
         assert unwanted not in whole
 
 
+@pytest.mark.parametrize(
+    ("validation", "why"),
+    [
+        ("\n", "nothing to read in validation.jsonl"),
+        (None, "data.validation_fraction=0.05 keeps none"),
+    ],
+)
+def test_a_run_says_why_there_is_no_validation(
+    tmp_path: Path, validation: str | None, why: str
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "The cat sat."}\n')
+    if validation is not None:
+        (tmp_path / "validation.jsonl").write_text(validation)
+    given = ["recipe=llm-tiny", "data.corpus=null", f"data.path={tmp_path}", "data.tokenizer=bytes"]
+    plan = plan_from(given, here=False)
+    printed = io.StringIO()
+    prepare_data(plan, Console(file=printed, width=100))
+    assert f"there is no validation: {why}" in printed.getvalue()
+
+
 def test_a_run_says_what_inspect_says(tokenizers: Path, tmp_path: Path) -> None:
     cases = (CASES[name] for name in ("the role developer", "turns that the next role ends"))
     for number, case in enumerate(cases):
