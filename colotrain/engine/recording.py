@@ -16,7 +16,7 @@ from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.errors import ColotrainError
-from colotrain.events.kinds import Failure, Note, PeakFlops, PeakMemory, Step
+from colotrain.events.kinds import DeviceMemory, Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
@@ -59,6 +59,8 @@ def record_step(
         run.events.write(pressure)
     if result.record or not run.memory_recorded:
         record_memory(run, peak)
+    if torch.cuda.is_initialized():
+        record_device_memory(run)
     if run.rank == 0 and (warning := run.spikes.check(result.loss)):
         run.events.write(Note(text=f"step {run.step}: {warning}"))
 
@@ -81,6 +83,16 @@ def record_memory(run: Run, peak: int) -> None:
     run.memory_recorded = True
     rest = max(0, peak - sum(held.values()))
     run.events.write(PeakMemory(step=run.step, **held, activations=rest))
+
+
+def record_device_memory(run: Run) -> None:
+    """Write what torch's allocator kept at most and what the device says, once there is more."""
+    reserved = torch.cuda.max_memory_reserved()
+    if reserved > run.reserved_bytes:
+        run.reserved_bytes = reserved
+        free, total = torch.cuda.mem_get_info()
+        outside = max(0, total - free - torch.cuda.memory_reserved())
+        run.events.write(DeviceMemory(step=run.step, reserved=reserved, free=free, outside=outside))
 
 
 def lasting_bytes(run: Run) -> dict[str, int]:

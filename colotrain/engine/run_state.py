@@ -149,6 +149,8 @@ class Run:
     baseline_bytes: int = 0
     """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors only."""
     memory_recorded: bool = False
+    reserved_bytes: int = 0
+    """Most bytes that torch's allocator kept on the GPU, as last written."""
     restored: set[str] = field(default_factory=set)
     """Names of the parameters that came from a checkpoint."""
     skipped_batches: int = 0

@@ -34,6 +34,7 @@ class Attempt:
     peaks: dict[int, int] = field(default_factory=dict)
     memory_by_rank: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Memory breakdown of each rank at its peak."""
+    device_memory: dict[int, kinds.DeviceMemory] = field(default_factory=dict)
     ranks: dict[int, RankView] = field(default_factory=dict)
     pressures: dict[int, Pressure] = field(default_factory=dict)
     wait_shares: dict[int, deque[float]] = field(default_factory=dict)
@@ -66,6 +67,8 @@ class Attempt:
                 self.pressures[rank] = Pressure.of(event)
             case kinds.PeakMemory.KIND:
                 self.memory_by_rank[rank] = kinds.PeakMemory.of(event).breakdown()
+            case kinds.DeviceMemory.KIND:
+                self.device_memory[rank] = kinds.DeviceMemory.of(event)
             case _ if rank == 0:
                 self._add_of_first_rank(event)
 

@@ -228,6 +228,7 @@ def with_ranks(view: RunView, attempts: list[Attempt]) -> RunView:
         view,
         rss_by_rank=_by_rank([{rank: its.rss for rank, its in working.ranks.items()}]),
         memory_by_rank=dict(sorted(working.memory_by_rank.items())),
+        device_memory=dict(sorted(working.device_memory.items())),
         ranks=tuple(working.ranks[rank] for rank in sorted(working.ranks)),
     )
 

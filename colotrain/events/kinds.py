@@ -258,6 +258,19 @@ class PeakMemory(EventKind):
         return MemoryBreakdown(**found)
 
 
+@event_kind("device_memory")
+class DeviceMemory(EventKind):
+    """What a rank's GPU holds, written whenever torch's allocator keeps more than before."""
+
+    step: int
+    reserved: int
+    """Most bytes that torch's allocator kept (`torch.cuda.max_memory_reserved`)."""
+    free: int
+    """Bytes that the device says are free."""
+    outside: int
+    """Bytes outside torch's allocator: the CUDA context, NCCL, other processes on the device."""
+
+
 @event_kind("tiers")
 class TierBytes(EventKind):
     """Where gemini places the bytes of a rank."""

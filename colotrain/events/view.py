@@ -8,7 +8,7 @@ from typing import Any
 
 from colotrain.events.goodput import Goodput
 from colotrain.events.gradients import GradientRecord, Heat
-from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
+from colotrain.events.kinds import Checkpoint, DeviceMemory, Failure, Nonfinite, StepProgress
 from colotrain.events.log import json_safe
 from colotrain.events.machines import NodeLeft, Pressure
 from colotrain.records import to_plain
@@ -139,6 +139,8 @@ class RunView:
     """gemini only: category (parameters, gradients, optimizer) → tier → bytes per rank."""
     memory_by_rank: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Rank → memory breakdown at its peak; activations include everything else within a step."""
+    device_memory: dict[int, DeviceMemory] = field(default_factory=dict)
+    """Rank → what its GPU holds, in the latest attempt that completed a step."""
     ranks: tuple[RankView, ...] = ()
     gradients: GradientRecord | None = None
     """Newest gradient record."""
@@ -170,7 +172,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     """Return the content of `summary.json`; numbers that JSON cannot represent are strings."""
     losses = [loss for _, loss in view.loss]
     tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
-    measured = measured_peak(view, plan)
+    measured, predicted = max(view.peak_by_rank, default=0), planned_peak(plan)
     of_peak, of_stages = peak_memory(view), stages(view, plan)
     document = {
         "status": view.status,
@@ -191,10 +193,11 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
         "memory": {
             "peak_by_rank": list(view.peak_by_rank),
             "ledger": to_plain(plan.memory),
-            "predicted_peak": plan.memory.total,
+            "predicted_peak": predicted,
             "measured_peak": measured,
             **({"measured": to_plain(of_peak)} if of_peak else {}),
-            "error": error(plan.memory.total, measured),
+            "error": error(predicted, measured),
+            **({"device": _device_memory(view)} if view.device_memory else {}),
             **({"tiers": view.tiers} if view.tiers else {}),
         },
         "time": {
@@ -260,10 +263,16 @@ def peak_memory(view: RunView) -> MemoryBreakdown | None:
     return max(view.memory_by_rank.values(), key=lambda breakdown: breakdown.total, default=None)
 
 
-def measured_peak(view: RunView, plan: RunPlan) -> int:
-    """Peak bytes of the worst rank, plus the CUDA context (`baseline`), which CUDA leaves out."""
-    highest = max(view.peak_by_rank, default=0)
-    return highest + plan.memory.baseline if plan.cluster.device == "cuda" and highest else highest
+def planned_peak(plan: RunPlan) -> int:
+    """Planned bytes that a rank's peak is compared with: on CUDA tensors, elsewhere the process."""
+    on_cuda = plan.cluster.device == "cuda"
+    return plan.memory.total - (plan.memory.baseline if on_cuda else 0)
+
+
+def _device_memory(view: RunView) -> dict[str, list[int]]:
+    """What torch's allocator kept at most, what is free, and what is outside it, by rank."""
+    names, by_rank = ("reserved", "free", "outside"), view.device_memory.values()
+    return {f"{name}_by_rank": [getattr(its, name) for its in by_rank] for name in names}
 
 
 def error(predicted: float, measured: float) -> float | None:

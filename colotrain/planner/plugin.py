@@ -86,7 +86,8 @@ class PlanningContext:
             need = self.search_space.with_pass(layout, lowered) if lowered else need
         measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
-            need = measured_peaks.corrected(need, measured)
+            beside = need.breakdown.baseline if device == "cuda" else 0  # no tensor, not measured
+            need = measured_peaks.corrected(need, measured + beside)
         return self.search_space.option(plugin.name, layout, checkpointing=recompute, need=need)
 
     def verdict(self, changes: dict[str, Any]) -> Verdict | None:

@@ -607,6 +607,7 @@ def _cuda(gpu: Device) -> dict[str, Any]:
         "synchronize": gpu.synchronize,
         "memory_allocated": lambda *_: gpu.allocated,
         "max_memory_allocated": lambda *_: gpu.peak,
+        "max_memory_reserved": lambda *_: gpu.peak,
         "memory_reserved": lambda *_: gpu.allocated,
         "mem_get_info": lambda *_: (total - gpu.allocated, total),
         "reset_peak_memory_stats": reset_peak,

@@ -544,6 +544,27 @@ def test_what_each_rank_held_at_its_peak_is_told_by_category(rundir: RunDir) -> 
     assert (measured["gradients"], measured["activations"], measured["gathered"]) == (10, 7, 0)
 
 
+def test_on_a_gpu_the_plan_and_the_peak_are_compared_without_the_context(rundir: RunDir) -> None:
+    """The allocator's peak has no CUDA context, and the plan's is no measurement."""
+    plan = plan_of()
+    memory = dataclasses.replace(plan.memory, baseline=800 * MIB)
+    cluster = dataclasses.replace(plan.cluster, device="cuda")
+    plan = dataclasses.replace(plan, memory=memory, cluster=cluster)
+    told = [
+        worker("device_memory", 100.7, rank=rank, step=1, reserved=9 + rank, free=5, outside=3)
+        for rank in (0, 1)
+    ]
+    view = fold([*(event for file in restarted_run()[:2] for event in file), *told])
+    found = summary(view, plan, rundir)["memory"]
+    assert found["measured_peak"] == max(view.peak_by_rank)
+    assert found["predicted_peak"] == plan.memory.total - 800 * MIB
+    assert found["device"] == {
+        "reserved_by_rank": [9, 10],
+        "free_by_rank": [5, 5],
+        "outside_by_rank": [3, 3],
+    }
+
+
 def test_time_to_the_first_step_is_that_of_the_newest_command() -> None:
     first = [launcher("launch", 10, began_at=5), worker("started", 11, step=0), step(1, t=15)]
     assert view_of(*first).time_to_first_step_s == 10
