@@ -21,7 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colotrain.models.loss import IGNORE_INDEX, Logits, computing, in_chunks, rows_at_once, shape_
+from colotrain.models.loss import (
+    IGNORE_INDEX,
+    Logits,
+    computing,
+    exact_dtype,
+    in_chunks,
+    rows_at_once,
+    shape_,
+)
 from colotrain.spec.objectives import DistillPlan
 
 TEACHER = "teacher"
@@ -58,7 +66,7 @@ def as_teacher(plan: DistillPlan) -> AbstractContextManager[None]:
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
             products = F.linear(x[start : start + step], weight, bias)
-            logits, _ = shape_(products.to(torch.promote_types(x.dtype, torch.float32)), shape)
+            logits, _ = shape_(products.to(exact_dtype(x)), shape)
             logs = logits.div_(plan.temperature).log_softmax(1)
             top = logs.topk(plan.top_k)
             rest = logs.exp_().scatter_(1, top.indices, 0.0).sum(1, keepdim=True).log()
@@ -76,8 +84,8 @@ def _chunk(
     """Losses of some rows, and their gradients with respect to the products, which are lost."""
     k, heat, alpha = plan.top_k, plan.temperature, plan.alpha
     labels, ids = rows[:, 0].long(), rows[:, 1 : k + 1].long()
-    logs = rows[:, k + 1 :].contiguous().view(torch.float32).to(products.dtype)
-    logits, damping = shape_(products, shape)
+    logs = rows[:, k + 1 :].contiguous().view(torch.float32).to(exact_dtype(products))
+    logits, damping = shape_(products.to(exact_dtype(products)), shape)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)
     hard = logits.log_softmax(1)

@@ -124,8 +124,8 @@ def cross_entropy(
 
 
 Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(products of some rows, which it may overwrite, labels) → loss of each row, gradient of the
-products."""
+"""(products of some rows, in the dtype of the hidden states, which it may overwrite, labels) → loss
+of each row, gradient of the products."""
 
 
 def in_chunks(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, of: Chunk) -> Tensor:
@@ -145,7 +145,7 @@ class _InChunks(torch.autograd.Function):
         loss_of: Chunk,
         with_grad: bool,
     ) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
+        exact = exact_dtype(x)
         needs_x, needs_weight, needs_bias = (with_grad and n for n in ctx.needs_input_grad[:3])
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
@@ -154,7 +154,7 @@ class _InChunks(torch.autograd.Function):
         step = rows_at_once(weight)
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
-            products = F.linear(x[rows], weight, bias).to(exact)
+            products = F.linear(x[rows], weight, bias)
             losses, slope = loss_of(products, labels[rows])
             total += losses.sum()
             into = None if grad_x is None else grad_x[rows]
@@ -169,7 +169,7 @@ class _InChunks(torch.autograd.Function):
         grad_x, *of_parameters = ctx.gradients
         ctx.gradients = None  # scaled in place to save a copy, so only one backward
         scaled = (None if g is None else g.mul_(scale).to(ctx.dtype) for g in of_parameters)
-        return None if grad_x is None else grad_x * scale, *scaled, None, None, None
+        return None if grad_x is None else grad_x.mul_(scale), *scaled, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -182,7 +182,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
     ) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
+        exact = exact_dtype(x)
         losses = torch.empty(len(x), dtype=torch.float64, device=x.device)
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
@@ -210,7 +210,7 @@ class _TokenLosses(torch.autograd.Function):
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
             rows = slice(start, start + step)
-            products = F.linear(x[rows], weight, bias).to(ctx.exact)
+            products = F.linear(x[rows], weight, bias).to(ctx.exact)  # so that the slope is exact
             _, slope = _chunk(products, labels[rows], ctx.shape)
             slope *= scales[rows].unsqueeze(1).to(slope.dtype)
             into = None if grad_x is None else grad_x[rows]
@@ -238,30 +238,36 @@ def _add_gradients_(
 
 
 def _chunk(products: Tensor, labels: Tensor, shape: Logits) -> tuple[Tensor, Tensor]:
-    """Losses of some rows, and their gradients with respect to the products, which are lost."""
-    logits, damping = shape_(products, shape)
+    """Losses of some rows, and their gradients with respect to the products, which are lost.
+
+    A GPU spends its time here on reading and writing all logits, so few operations do: a cast, the
+    log-probabilities, and the gradient, which takes the place of the products.
+    """
+    logits, damping = shape_(products.to(exact_dtype(products)), shape)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)
-    logits -= logits.amax(1, keepdim=True)
-    picked = logits.gather(1, index)
-    sums = logits.exp_().sum(1, keepdim=True)
-    losses = (sums.log() - picked).squeeze(1) * valid
-    slope = logits.div_(sums)
-    slope.scatter_add_(1, index, torch.full_like(picked, -1.0))
-    slope *= valid.unsqueeze(1)
+    logs = torch.log_softmax(logits, 1, out=logits)
+    picked = logs.gather(1, index)
+    losses = torch.where(valid, -picked.squeeze(1), 0.0)
+    slope = torch.exp(logs, out=products if shape == PRODUCTS else logs)
+    slope.scatter_(1, index, picked.expm1_().to(slope.dtype))  # p - 1, exact where p is near 1
+    slope.masked_fill_(~valid.unsqueeze(1), 0.0)
     if damping is not None:
         slope *= damping
     return losses, slope if shape.scale == 1.0 else slope.mul_(shape.scale)
 
 
+def exact_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that losses of `tensor` are computed in: float32, or its own if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def shape_(products: Tensor, shape: Logits) -> tuple[Tensor, Tensor | None]:
     """The logits, in the memory of the products, and the derivative of the cap if there is one."""
-    if shape.scale != 1.0:
-        products *= shape.scale
     if shape.cap is None:
-        return products, None
-    bent = products.div_(shape.cap).tanh_()
-    damping = bent.square().neg_().add_(1.0)
+        return products if shape.scale == 1.0 else products.mul_(shape.scale), None
+    bent = products.mul_(shape.scale / shape.cap).tanh_()
+    damping = torch.addcmul(bent.new_ones(()), bent, bent, value=-1.0)
     return bent.mul_(shape.cap), damping
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from colotrain.errors import UsageError
 from colotrain.models.context_parallel import Collective, without_sending
-from colotrain.models.loss import IGNORE_INDEX, PRODUCTS, Logits, in_chunks, shape_
+from colotrain.models.loss import IGNORE_INDEX, PRODUCTS, Logits, exact_dtype, in_chunks, shape_
 from colotrain.spec.divisions import Divisions, Split
 
 ATTRIBUTE = "tensor_shard"
@@ -351,7 +351,7 @@ def _chunk(
     products: Tensor, labels: Tensor, *, rows: int, shard: TensorShard, shape: Logits
 ) -> tuple[Tensor, Tensor]:
     """Losses, and their gradients with respect to the products; `rows`: this rank's part."""
-    logits, damping = shape_(products, shape)
+    logits, damping = shape_(products.to(exact_dtype(products)), shape)
     valid = labels != IGNORE_INDEX
     index, is_here = _in_part(labels, rows, shard)
     index, is_here = index.unsqueeze(1), is_here & valid
