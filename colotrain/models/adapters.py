@@ -227,8 +227,11 @@ def _add_after(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor
 
 
 def add_product(layer: Any, x: Tensor, output: Tensor) -> Tensor:
-    """Add the product of the layer's adapter and its input `x` to its output."""
-    return output + layer.lora_B(layer.lora_A(layer.lora_dropout(x))) * layer.lora_scale
+    """Add the product of the layer's adapter and its input `x` to its output.
+
+    The scale multiplies the few features between the matrices: the output is read and written less.
+    """
+    return output + layer.lora_B(layer.lora_A(layer.lora_dropout(x)) * layer.lora_scale)
 
 
 def leave_to_forward_(layer: Any) -> None:
