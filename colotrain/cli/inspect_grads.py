@@ -23,7 +23,7 @@ from colotrain.events.comparison import Comparison, Difference, compare
 from colotrain.events.fold import Fold, follow
 from colotrain.events.gradients import GradientRecord, NoiseRecord, ParameterGradient, records
 from colotrain.events.kinds import Nonfinite
-from colotrain.events.liveness import find, state
+from colotrain.events.liveness import find, is_waiting, state
 from colotrain.events.log import EventReader
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -141,14 +141,14 @@ def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
 def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> GradientRecord:
     """Ask a running job for a record of its next step, and wait for it."""
     reader, fold = EventReader(rundir, ranks={0}), Fold()
-    before = fold.add(reader.drain()).view().gradients
-    if (now := state(rundir, fold.view())) not in ("starting", "running"):
+    view = fold.add(reader.drain()).view()
+    before, now = view.gradients, state(rundir, view)
+    if now not in ("starting", "running") or is_waiting(rundir, view):
         raise UsageError(f"{rundir.name}: not running ({now})", "leave --live out for its last")
     rundir.request_grads(noise=noise)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        view = fold.add(reader.drain()).view()
-        found = view.gradients
+        found = (view := fold.add(reader.drain()).view()).gradients
         if found is not None and found != before and not (noise and found.noise is None):
             return found
         if (now := state(rundir, view)) not in ("starting", "running"):

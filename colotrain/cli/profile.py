@@ -12,7 +12,7 @@ from rich.text import Text
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.fold import Fold
 from colotrain.events.kinds import Note, Traced
-from colotrain.events.liveness import find, state
+from colotrain.events.liveness import find, is_waiting, state
 from colotrain.events.log import EventReader
 from colotrain.events.traces import OF_BLOCKS, Breakdown, break_down, read_trace
 from colotrain.records import to_plain
@@ -29,8 +29,9 @@ TIMEOUT_S = 120.0
 def profile(name: str | None, *, num_steps: int, ranks: str, last: bool, as_json: bool) -> int:
     """Show traces: new ones of a running job, or else the newest there are."""
     rundir = find(name)
-    now = state(rundir, Fold().add(EventReader(rundir, ranks={0}).drain()).view())
-    if now in LIVE and not last:
+    view = Fold().add(EventReader(rundir, ranks={0}).drain()).view()
+    now = state(rundir, view)
+    if now in LIVE and not is_waiting(rundir, view) and not last:
         chosen = _ranks(ranks, rundir.plan().world_size)
         paths = ask(rundir, num_steps=num_steps, ranks=chosen)
     else:

@@ -101,12 +101,16 @@ def state(rundir: RunDir, view: RunView) -> str:
     Dead means that the launcher is gone without having recorded how the run ended. A run that was
     never launched, for example one that waits in a queue, is starting.
     """
-    if view.status in ENDED or _holds(rundir):
-        return view.status
-    if view.launched_at is None and not rundir.launcher_file.exists():
+    if view.status in ENDED or is_waiting(rundir, view) or _holds(rundir):
         return view.status
     now = follow(rundir, ranks=())  # it may have ended since `view` was taken
     return now.status if now.status in ENDED else "dead"
+
+
+def is_waiting(rundir: RunDir, view: RunView) -> bool:
+    """Whether the run was never launched, for example while its job waits in a queue."""
+    was_launched = view.launched_at is not None or rundir.launcher_file.exists()
+    return view.status == "starting" and not was_launched
 
 
 def has_trained(rundir: RunDir) -> bool:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.fold import Fold, follow
-from colotrain.events.liveness import find, is_alive, launcher_of, state
+from colotrain.events.liveness import find, is_waiting, launcher_of, state
 from colotrain.events.log import EventReader
 from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.records import to_plain
@@ -264,7 +264,7 @@ def stop(
         return stop_job(rundir, submitted, as_json=as_json, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
     now = state(rundir, view)
-    waiting = now == "starting" and not is_alive(rundir) and view.launched_at is None
+    waiting = is_waiting(rundir, view)
     if now not in ("starting", "running") or waiting:
         what = "not started yet" if waiting else f"not running ({now})"
         what += f"; {FOREIGN_JOB}" if has_foreign_job(rundir) else ""

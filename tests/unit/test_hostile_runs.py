@@ -154,7 +154,7 @@ def test_some_forms_of_files_before_verbs(where: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not EVERY_COMBINATION, reason="hours; profile waits too long for FIFOs")
+@pytest.mark.skipif(not EVERY_COMBINATION, reason="hours")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_forms_of_files_before_all_verbs(where: Path, part: int) -> None:
     check(where, list(CASES[part::PARTS]), seed=part)

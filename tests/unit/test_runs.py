@@ -534,6 +534,20 @@ def test_a_run_that_was_never_launched_cannot_be_stopped(rundir: RunDir, root: P
         stop(None, root=root)
 
 
+@pytest.mark.parametrize("words", [["profile"], ["inspect-grads", "--live"]])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_no_step_is_waited_for_that_nobody_makes(
+    rundir: RunDir, words: list[str], is_lost: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was never launched, or has no record of its launch."""
+    if is_lost:
+        launched(rundir, steps=1).launcher_events.unlink()
+    began = time.monotonic()
+    assert guarded([*words, str(rundir.path)]) == 2
+    assert time.monotonic() - began < 30
+    assert ("(dead)" if is_lost else "(starting)") in capsys.readouterr().err
+
+
 def test_a_run_that_is_unknown_cannot_be_stopped(rundir: RunDir, root: Path) -> None:
     with pytest.raises(UsageError, match=r"no run 'onne'.*did you mean one"):
         stop("onne", root=root)
