@@ -59,7 +59,7 @@ MIXED = ("aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")
 WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
 """The host needs the result before it can go on."""
 UNTOUCHED = ("aten::detach", "aten::alias", "aten::lift_fresh")
-WITH_KERNELS = ("silu_backward",)
+WITH_KERNELS = ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operations that are taken apart on devices without a kernel of their own: CUDA has one."""
 
 
@@ -313,6 +313,8 @@ class Device:
             return choose_attention(*args, **kwargs)
         if "_attention" in name and here:
             return self._attend(func, name, args, kwargs, tensors)
+        if name.startswith("aten::_fused_rms_norm") and here:
+            return self._normalize(name, args, tensors)
         asked = kwargs.get("device")
         to = torch.device(asked).type if asked is not None else "cuda" if here else "cpu"
         if not here and to != "cuda" and not kwargs.get("pin_memory"):
@@ -464,6 +466,30 @@ class Device:
                 which = "from" if where == "cuda" else "to"
                 return f"copy {which} {'pinned' if pinned and on_host is not None else 'pageable'}"
         return None
+
+    def _normalize(self, name: str, args: Any, tensors: list[Tensor]) -> Any:
+        """CUDA's kernels of RMSNorm, by the operations that the CPU has for it."""
+        given = [values_of(a) if isinstance(a, OnDevice) else a for a in args]
+        x, weight = (given[1], given[4]) if name.endswith("_backward") else (given[0], given[2])
+        wide, rows = x.float(), tuple(range(x.ndim - 1))
+        with torch.no_grad():
+            if name.endswith("_backward"):
+                rstd, slope = given[3], given[0].float()
+                exact = wide * rstd
+                of_weight = (slope * exact).sum(rows).to(x.dtype)
+                slope = slope if weight is None else slope * weight.float()
+                along = (slope * exact).mean(-1, keepdim=True)
+                found = (rstd * (slope - exact * along)).to(x.dtype), of_weight
+                made = tuple(
+                    t if wanted else None for t, wanted in zip(found, given[5], strict=True)
+                )
+            else:
+                eps = torch.finfo(x.dtype).eps if given[3] is None else given[3]
+                rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+                out = wide * rstd
+                made = ((out if weight is None else out * weight).to(x.dtype), rstd)
+        result = tuple(OnDevice(t) if isinstance(t, Tensor) else t for t in made)
+        return self._launched(name, tensors, [], result)
 
     def _attend(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """CUDA's attention kernels, by the CPU's flash attention: the same tensors are kept."""
