@@ -20,6 +20,8 @@ from colotrain.spec.quantities import format_size
 if TYPE_CHECKING:
     from colotrain.export.write import Exported
 
+CHECKED = ("model", "data")
+"""Sections of a plan that a check runs code and reads files of."""
 FORMATS = ("auto", "hf", "safetensors")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -43,7 +45,7 @@ def export(
     With `check` the directory is read again as its users read it, also one that is there already.
     """
     if check and not to and run is not None:
-        return recheck(Path(run), as_json=as_json)
+        return recheck(Path(run), as_json=as_json, trust_code=trust_code)
     if not to:
         raise UsageError("export: expected --to DIR", "name a new directory")
     rundir = find(fetch_if_address(run, wanted=PLANS, checkpoint=True, step=step))
@@ -53,7 +55,7 @@ def export(
     if dtype and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
-    read = ("model", "data") if check else ("model", "data.tokenizer", "data.chat_template")
+    read = CHECKED if check else ("model", "data.tokenizer", "data.chat_template")
     trust.check(rundir, rundir.plan(), trusted=trust_code, only=read)
     from colotrain.export.job import Choice
     from colotrain.export.write import export as write
@@ -79,7 +81,7 @@ def export(
     return DONE
 
 
-def recheck(folder: Path, *, as_json: bool) -> int:
+def recheck(folder: Path, *, as_json: bool, trust_code: bool) -> int:
     """Check an exported directory by its receipt: with its run where that is there, else alone."""
     from colotrain.export.check import read_receipt
     from colotrain.export.check import recheck as read_again
@@ -88,7 +90,7 @@ def recheck(folder: Path, *, as_json: bool) -> int:
     path = Path(receipt["run"]["path"])
     if (path / "plan.json").is_file():
         rundir, step = RunDir(path), int(receipt["run"]["step"])
-        trust.check(rundir, rundir.plan(), trusted=False)
+        trust.check(rundir, rundir.plan(), trusted=trust_code, only=CHECKED)
         return _check(rundir, folder, step=step, as_json=as_json, done=None)
     return _report(read_again(folder), folder, as_json=as_json, done=None)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Evaluation
 from colotrain.events.log import event_files, read
 from colotrain.export import llama, reader
-from colotrain.export.job import DTYPES, OWN_CONFIG, write_json
+from colotrain.export.job import DTYPES, OWN_CONFIG, call_of, write_json
 from colotrain.export.own_outputs import (
     evaluation_batches,
     evaluation_loader,
@@ -41,6 +41,7 @@ from colotrain.export.own_outputs import (
 )
 from colotrain.export.receipt import (
     RECEIPT,
+    changed_call,
     changed_files,
     code_of,
     digests,
@@ -84,7 +85,7 @@ def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dic
     _refuse(plan, kind)
     question = _ask(rundir, plan, checkpoint, folder, kind)
     answer, outputs = read_apart(question.request, question.tensors)
-    problems = [*changed_files(folder), *answer["problems"]]
+    problems = [*changed_files(folder), *changed_call(folder, plan, kind), *answer["problems"]]
     exported = exported_files(folder)
     precise = question.request["dtype"] in ("float32", "float64")
     computed = plan.train.precision in ("fp32", "fp64")
@@ -122,12 +123,13 @@ def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dic
 def recheck(folder: Path) -> dict[str, Any]:
     """Check a directory by its receipt alone: its files, and the logits after a few tokens.
 
-    Returns the receipt with what was found; nothing is written.
+    No class of the user's own is called: the directory, which names it, may be anybody's. Returns
+    the receipt with what was found; nothing is written.
     """
     receipt = read_receipt(folder)
     problems = changed_files(folder)
     request = _request(folder, str(receipt["format"]), probe=receipt["probe"]["input_ids"])
-    if receipt["probe"]["input_ids"]:
+    if receipt["probe"]["input_ids"] and receipt["format"] != "own":
         answer, _ = read_apart(request, {})
         problems += answer["problems"]
         for then, now in zip(receipt["probe"]["logits"], answer.get("probe", []), strict=False):
@@ -140,6 +142,8 @@ def recheck(folder: Path) -> dict[str, Any]:
             for name, value in receipt["tokenizer"].items()
             if told.get(name) != value
         ]
+    if receipt["format"] == "own":
+        receipt["notes"] = [*receipt["notes"], "without its run, the model's class is not called"]
     return {**receipt, "passed": not problems, "problems": problems}
 
 
@@ -169,7 +173,8 @@ def _refuse(plan: RunPlan, kind: str) -> None:
 
 def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: str) -> _Question:
     step, notes = step_of(checkpoint), list[str]()
-    request = _request(folder, kind)
+    # not the call that the directory names, which may be anybody's
+    request = _request(folder, kind) | call_of(plan.model) | {"import_from": [str(Path.cwd())]}
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")
     loader = evaluation_loader(plan)
@@ -184,7 +189,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     elif request["loss"]["kind"] == "none":
         evaluated = None
     rows = first_rows(plan, loader, NUM_SAMPLES)
-    is_causal = _is_causal(plan)
+    is_causal = _is_causal(plan, kind)
     request["outputs"] = "causal" if is_causal else "loss" if kind == "own" else "logits"
     samples = [_inputs(row, is_causal=is_causal) for row in rows]
     tensors = {f"sample/{i}/{n}": t for i, s in enumerate(samples) for n, t in s.items()}
@@ -200,7 +205,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
         draws = torch.Generator().manual_seed(plan.train.seed)
         ids = torch.randint(vocab, (2, PROBE_LENGTH), generator=draws)
         request["probe"] = ids.tolist()
-    texts, token_ids = _texts(plan, samples)
+    texts, token_ids = _texts(plan, samples) if kind != "own" else ([], [])  # it has no tokenizer
     request["texts"] = texts
     return _Question(
         request=request,
@@ -214,13 +219,10 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
 
 
 def _request(folder: Path, kind: str, *, probe: list[list[int]] | None = None) -> dict[str, Any]:
-    own = json.loads((folder / OWN_CONFIG).read_text("utf-8")) if kind == "own" else {}
     return {
         "folder": str(folder.absolute()),
         "kind": kind,
-        "target": own.get("model", {}).get("target"),
-        "args": own.get("model", {}).get("args"),
-        "import_from": [str(Path.cwd())],
+        "import_from": [],
         "outputs": "causal",
         "loss": {"kind": "none"},
         "probe": probe or [],
@@ -248,13 +250,13 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
         }
     if model.loss is not None:
         return {"kind": "function", "function": model.loss}
-    return {"kind": "causal" if _is_causal(plan) else "own"}
+    return {"kind": "causal" if _is_causal(plan, kind) else "own"}
 
 
-def _is_causal(plan: RunPlan) -> bool:
-    """Whether labels are shifted already, as colotrain's causal models take them."""
+def _is_causal(plan: RunPlan, kind: str) -> bool:
+    """Whether the export has logits, and labels are shifted, as transformers' causal models do."""
     if plan.model.hf is None:
-        return plan.model.target == llama.TARGET
+        return plan.model.target == llama.TARGET and kind != "own"
     from colotrain.models.huggingface import build, task_in
     from colotrain.models.huggingface_task import CAUSAL
 
@@ -303,12 +305,15 @@ def written_dtype(folder: Path) -> torch.dtype:
     counts: dict[torch.dtype, int] = {}
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  no mapping
-                part = file.get_slice(name)
-                if (known := names.get(part.get_dtype())) is not None:
-                    size = math.prod(part.get_shape())
-                    counts[DTYPES[known]] = counts.get(DTYPES[known], 0) + size
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  no mapping
+                    part = file.get_slice(name)
+                    if (known := names.get(part.get_dtype())) is not None:
+                        size = math.prod(part.get_shape())
+                        counts[DTYPES[known]] = counts.get(DTYPES[known], 0) + size
+        except SafetensorError as error:
+            raise UsageError(f"{path}: cannot be read ({error})", "export the run again") from error
     if not counts:
         raise UsageError(f"{folder}: has no weights", "export the run again")
     return max(counts, key=lambda dtype: counts[dtype])

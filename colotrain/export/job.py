@@ -68,6 +68,11 @@ class Job:
         return DTYPES[name] if name else None
 
 
+def call_of(model: ModelPlan) -> dict[str, Any]:
+    """How the model is made, as `OWN_CONFIG` says it."""
+    return {"target": model.target, "hf": model.hf, "args": model.args}
+
+
 def dtype_of_directory(plan: ModelPlan) -> str:
     """Name of the dtype of the weights in the Hugging Face directory; empty: as trained."""
     if plan.hf is None or "dtype" in plan.args:

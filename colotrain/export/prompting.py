@@ -77,7 +77,9 @@ def _load(job: Job) -> Any:
     if not any((job.folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(job.folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            job.folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever the library raises about files of the user's
         job.notes.append(f"transformers does not load the tokenizer: {error}")
         return None

@@ -152,7 +152,9 @@ def read_tokenizer(folder: Path, request: dict[str, Any], problems: list[str]) -
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         ids = [tokenizer(text)["input_ids"] for text in request["texts"]]
     except Exception as error:  # whatever the library raises about files that are wrong
         problems.append(f"transformers does not load the tokenizer: {error}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.errors import UsageError
+from colotrain.export.job import OWN_CONFIG, call_of
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
@@ -19,8 +20,10 @@ RECEIPT = "receipt.json"
 def read_receipt(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads((folder / RECEIPT).read_text("utf-8"))
-        _ = found["format"], found["files"], found["probe"]["input_ids"], found["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _ = found["format"], found["probe"]["input_ids"], found["probe"]["logits"], found["notes"]
+        _ = found["run"]["path"], int(found["run"]["step"]), found["validation_loss"].get("export")
+        _ = found["outputs"]["largest_difference"], dict(found["files"]), dict(found["tokenizer"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{folder}: has no {RECEIPT} that can be read ({error})",
             "name the run, and the directory with --to",
@@ -41,6 +44,16 @@ def changed_files(folder: Path) -> list[str]:
         for name, digest in then.items()
         if now.get(name) != digest
     ]
+
+
+def changed_call(folder: Path, plan: RunPlan, kind: str) -> list[str]:
+    """What is wrong with what a directory says about a model of the user's own."""
+    try:
+        about = json.loads((folder / OWN_CONFIG).read_text("utf-8")) if kind == "own" else None
+        is_same = about is None or about["model"] == call_of(plan.model)
+    except (OSError, ValueError, KeyError, TypeError):
+        is_same = False
+    return [] if is_same else [f"{OWN_CONFIG} does not name the model of the run"]
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from colotrain.export.job import (
     Job,
     Progress,
     bare,
+    call_of,
     dtype_name,
     note_dtype,
     write_json,
@@ -174,7 +175,7 @@ def _write_plain(job: Job) -> list[Entry]:
     about = {
         "schema": 1,
         "format": "colotrain",
-        "model": {"target": model.target, "hf": model.hf, "args": model.args},
+        "model": call_of(model),
         "step": step_of(job.stored.folder),
         "dtype": dtype_name(entries),
     }

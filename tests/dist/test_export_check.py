@@ -244,6 +244,7 @@ def test_models_of_ones_own_are_checked_in_their_own_class(
     size = ("model.args.vocab_size=256", "train.max_steps=3", "train.eval_steps=2", "name=llm")
     colotrain.run(*SMALL, *data, *size)
     assert checked(export, "llm", "--to", "llama")["format"] == "hf"
+    assert checked(export, "llm", "--to", "own", "--format", "safetensors")["format"] == "own"
     (colotrain.cwd / "sums.py").write_text(
         "import torch\n"
         "class Model(torch.nn.Module):\n"
@@ -264,6 +265,12 @@ def test_models_of_ones_own_are_checked_in_their_own_class(
     tensors["a.bias"] += 0.1
     save_file(tensors, weights)
     assert export("own", "--to", "own-out", "--check").code == 4
+    other = {"model": {"target": "os:system", "args": {"command": "touch touched"}}}
+    (colotrain.cwd / "own-out" / "colotrain.json").write_text(json.dumps(other))
+    assert "does not name the model of the run" in export("own-out", "--check").out
+    assert not (colotrain.cwd / "touched").exists()
+    weights.write_text("{")
+    assert export("own-out", "--check").code == 2
 
 
 def test_what_cannot_be_checked_is_refused(colotrain: Colotrain, export: Export) -> None:

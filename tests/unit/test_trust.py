@@ -95,6 +95,23 @@ def test_no_verb_runs_what_was_changed_in_a_run_directory(
     assert not (home / "touched").exists()
 
 
+def test_an_export_of_others_calls_nothing_that_it_names(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = home / "out"
+    folder.mkdir()
+    (folder / "colotrain.json").write_text(json.dumps({"model": EVIL}))
+    receipt = {
+        "run": {"path": "gone", "step": 1},
+        **{"format": "own", "files": {}, "tokenizer": {}, "notes": [], "validation_loss": {}},
+        **{"probe": {"input_ids": [[1]], "logits": []}, "outputs": {"largest_difference": None}},
+    }
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    assert guarded(["export", "out", "--check"]) == 0
+    assert "the model's class is not called" in capsys.readouterr().out
+    assert not (home / "touched").exists()
+
+
 HIDDEN = (
     "defaults: [x]",
     '{"defaults": ["evil"]}',
