@@ -46,6 +46,7 @@ COSTLY = {
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
     "aten::_cudnn_attention_forward",
+    "torch_attn::_varlen_attn",
     "flex_attention",
 }
 """Operations whose outputs `selective` keeps: matrix products, convolutions, attention."""

@@ -1,4 +1,4 @@
-"""Causal attention within the documents of a sample, one document after the other.
+"""Causal attention within the documents of a sample: one kernel for all, or one after the other.
 
 A mask would have a number for each pair of a sample's tokens, most of them of two documents.
 """
@@ -14,10 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colotrain.models.loss import device_type_of
+
 DOCUMENT_IDS = "document_ids"
 """Entry of a batch with the number of each token's document in its sample, [batch, seq]."""
 ON_HOST = "colotrain_on_host"
 """Attribute of document ids on a GPU with their copy on the host."""
+LARGEST_HEAD, LARGEST_ELSEWHERE = 256, 192
+"""Size of a head up to which flash attention has a backward: on `LARGE` devices, and on others."""
+LARGE = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities of GPUs for data centers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Documents:
 
     lengths: tuple[int, ...]
     """Tokens of each document, sample after sample."""
+    bounds: Tensor
+    """Where each document begins among all tokens, and the end; int32, where the tokens are."""
 
 
 def documents_in(document_ids: Tensor) -> Documents:
@@ -35,12 +43,17 @@ def documents_in(document_ids: Tensor) -> Documents:
     """
     batch, seq_len = document_ids.shape
     if document_ids.is_meta:
-        return Documents((seq_len,) * batch)
+        bounds = document_ids.new_empty(batch + 1, dtype=torch.int32)
+        return Documents((seq_len,) * batch, bounds)
     ids = getattr(document_ids, ON_HOST, document_ids).cpu()
-    ends = torch.ones_like(ids, dtype=torch.bool)
-    ends[:, :-1] = ids[:, 1:] != ids[:, :-1]
-    last = ends.flatten().nonzero().flatten()
-    return Documents(tuple(last.diff(prepend=last.new_tensor([-1])).tolist()))
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([ids.numel()])])
+    lengths = tuple(bounds.diff().tolist())
+    bounds = bounds.int()
+    if document_ids.is_cuda:
+        bounds = bounds.pin_memory().to(document_ids.device, non_blocking=True)
+    return Documents(lengths, bounds)
 
 
 def run_eagerly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -75,6 +88,68 @@ def attend_within(
 
 
 def _attend_within(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, **options: Any
+) -> Tensor:
+    takes_all = has_kernel_for_all(query, key, value, options.get("dropout_p", 0.0))
+    attend = _attend_at_once if takes_all else _attend_one_by_one
+    return attend(query, key, value, documents, **options)
+
+
+def has_kernel_for_all(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> bool:
+    """Whether one kernel computes the attention of all documents.
+
+    It is CUDA's flash attention, in half precision and without dropout. On the meta device the
+    answer is that for the device of the run.
+    """
+    size, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    alike = all(t.shape[-1] == size and t.dtype == query.dtype for t in (key, value))
+    if dropout_p or size % 8 or not half or not alike:
+        return False
+    if query.is_meta:
+        return device_type_of(query) == "cuda" and size <= LARGEST_HEAD
+    return query.is_cuda and size <= _largest_head(query.device)
+
+
+def _largest_head(device: torch.device) -> int:
+    """Size of a head up to which the device computes flash attention; 0: it does not."""
+    known = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    if not known or not torch.backends.cuda.flash_sdp_enabled():
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    return LARGEST_HEAD if capability in LARGE else LARGEST_ELSEWHERE
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    from torch.nn.attention import varlen  # loads the compiler
+
+    attend: Any = varlen.varlen_attn
+    shape, longest = (query.shape[0], query.shape[2]), max(documents.lengths)
+    options: dict[str, Any] = {"scale": scale}
+    if "enable_gqa" in attend.__kwdefaults__:  # torch 2.11 needs no word for it
+        options["enable_gqa"] = enable_gqa
+    before = -1 if window is None or window >= longest else window - 1
+    mixed: Tensor = attend(
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        *(documents.bounds, documents.bounds, longest, longest),
+        window_size=(before, 0),
+        **options,
+    )
+    return mixed.unflatten(0, shape).transpose(1, 2)
+
+
+def _attend_one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,

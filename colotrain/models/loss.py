@@ -41,6 +41,11 @@ def computing_as(device_type: str) -> Iterator[None]:
         _device_type.reset(before)
 
 
+def device_type_of(tensor: Tensor) -> str:
+    """The type of the tensor's device, within `computing_as` of the one that stands for."""
+    return _device_type.get() or tensor.device.type
+
+
 @contextmanager
 def by_token() -> Iterator[None]:
     """Let `cross_entropy` return the loss of each row instead of their sum."""
@@ -70,7 +75,7 @@ def reduction() -> str:
 def rows_at_once(weight: Tensor) -> int:
     """Return the rows of a chunk for a head of weight [vocab, d]."""
     vocab_size, width = weight.shape
-    if (_device_type.get() or weight.device.type) != "cpu":
+    if device_type_of(weight) != "cpu":
         return max(1, GPU_CHUNK_LOGITS // vocab_size)
     return max(1, CHUNK_LOGITS // vocab_size, int(LEAST_ROWS * width))
 

@@ -18,6 +18,7 @@ from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.data.read.mixtures import BLOCK, Mixture, MixtureOrder, block_counts
 from colotrain.data.read.packing import IGNORE_INDEX, Concatenation
 from colotrain.errors import ConfigError
+from colotrain.models import documents
 from colotrain.models.documents import (
     attend_within,
     documents_in,
@@ -25,6 +26,7 @@ from colotrain.models.documents import (
 )
 from colotrain.models.llm import LLM, positions_within
 from colotrain.spec.plan import BatchPlan, DataPlan, PartPlan
+from tests import varlen_on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -192,8 +194,13 @@ def test_positions_begin_anew() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_by_document_is_that_under_a_mask(window: int | None, kv_heads: int) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_attention_by_document_is_that_under_a_mask(
+    window: int | None, kv_heads: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and gradients, of samples that are cut in different places."""
+    varlen_on_cpu.register()
+    monkeypatch.setattr(documents, "has_kernel_for_all", lambda *_: at_once)
     for _ in range(5):
         numbers = (torch.rand(3, 40) < random.choice([0.0, 0.1, 0.5, 1.0])).cumsum(1)
         query, key, value = (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from colotrain.torch_internals import arguments_of
 
-ATTENTION = ("attention", "sdpa")
+ATTENTION = ("attention", "sdpa", "varlen_attn")
 """Words in the names of attention's operations."""
 
 
@@ -28,7 +27,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> Flops | None:
     here, for its kernels pass over the blocks that are masked whole.
     """
     formula: Any = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
-    formula = formula or NOT_IN_TORCH.get(func.overloadpacket)
+    formula = formula or NOT_IN_TORCH.get(str(func.overloadpacket))
     if formula is None:
         return None
     flops = formula(*args, **kwargs, out_val=out)
@@ -49,8 +48,11 @@ def _attention_on_cpu_backward(
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
+IN_TORCH: dict[str, Any] = {str(operation): formula for operation, formula in flop_registry.items()}
 NOT_IN_TORCH = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_on_cpu_backward,
+    "torch_attn._varlen_attn": IN_TORCH["aten._flash_attention_forward"],
+    "torch_attn._varlen_attn_backward": IN_TORCH["aten._flash_attention_backward"],
 }
-"""FLOP formulas of operations that torch's own counter lacks."""
+"""FLOP formulas of operations that torch's own counter lacks (those of documents up to 2.12)."""
