@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from colotrain.torch_internals import arguments_of
+from colotrain.torch_internals import arguments_of, without_modes
 
 ATTENTION = ("attention", "sdpa", "varlen_attn")
 """Words in the names of attention's operations."""
@@ -30,12 +31,24 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> Flops | None:
     formula = formula or NOT_IN_TORCH.get(str(func.overloadpacket))
     if formula is None:
         return None
-    flops = formula(*args, **kwargs, out_val=out)
     if not any(word in str(func) for word in ATTENTION):
-        return Flops(matmul=flops)
+        return Flops(matmul=formula(*args, **kwargs, out_val=out))
     names = [argument.name for argument in arguments_of(func)]
     given = dict(zip(names, args, strict=False)) | kwargs
+    heads = 1 if "scaled_dot_product" in str(func) else -2
+    for name in ("key", "value"):
+        given[name] = _for_every_head(given[name], given["query"], heads)
+    positional = [given[name] for name, _ in zip(names, args, strict=False)]
+    flops = formula(*positional, **{name: given[name] for name in kwargs}, out_val=out)
     return Flops(attention=flops / 2 if given.get("is_causal") else flops)
+
+
+def _for_every_head(key: Tensor, query: Tensor, dim: int) -> Tensor:
+    """Keys or values as if each head had its own: up to torch 2.12 formulas refuse fewer."""
+    sizes = list(key.shape)
+    sizes[dim] = query.shape[dim]
+    with without_modes():
+        return torch.empty(sizes, dtype=key.dtype, device="meta")
 
 
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
