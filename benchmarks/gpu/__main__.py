@@ -115,7 +115,7 @@ def small_cases(device: str, folder: Path, results: Results, until: float, only:
         groups.setdefault(case.group, []).append(case.name)
     running = {}
     for group, names in groups.items():
-        more = {"OMP_NUM_THREADS": "2"}
+        more = {"OMP_NUM_THREADS": str(cases.THREADS)}
         if group == "sanitizer":
             more["TORCH_CUDA_SANITIZER"] = "1"
         command = (sys.executable, str(HERE / "cases.py"), str(folder), *names)
@@ -178,7 +178,10 @@ def main() -> int:
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("error: torch finds no GPU; --device cpu shows that it works", file=sys.stderr)
         return 2
-    small = {case.name for case in cases.small_cases(asked.device)} | set(beside(asked.device))
+    small = {case.name for case in cases.small_cases(asked.device)}
+    if "small" in only:
+        only |= small
+    small |= {"small", *beside(asked.device)}
     steps = timed.timed_steps(asked.device)
     known = small | {step.name for step in steps} | {"ceilings"}
     if only - known:

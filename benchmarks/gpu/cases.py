@@ -8,13 +8,15 @@ the only way to run torch's sanitizer of streams, which starts CUDA with the fir
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
 import os
 import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ WIDE = (*TINY, "model.args.d_model=1024", "model.args.d_hidden=2816", "train.max
 """States of 0.8 GB: a third of them is far above the workspaces of cuBLAS (32 MiB each)."""
 LORA = ("adapter.name=lora", "adapter.targets=[blocks.*]")
 BF16 = "train.precision=bf16"
+THREADS = 2
+"""Of each process: with a dozen at the same time more of them wait for one another."""
 PLUGINS = ("zero1", "zero2", "zero3", "fsdp-hybrid", "gemini")
 OPTIMIZERS = ("adafactor", "muon", "lion")
 
@@ -186,14 +190,16 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
     rundir, attempt = RunDir(folder / name), int(case.resumes)
     kept = ["train.on_gradients=cases:keep_gradients"] if case.looks else []
     plan = plan_from([*case.words, f"cluster.device={case.on}", *kept], here=False)
+    plan = replace(plan, cluster=replace(plan.cluster, threads_per_rank=THREADS))
     GRADIENTS.clear()
     os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     offer_memory(name)
-    on_gpu = case.on == "cuda"
+    on_gpu, left = case.on == "cuda", 0
     if on_gpu:
+        gc.collect()  # what the case before left in cycles
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        left = torch.cuda.memory_allocated()
     here = worker.connect(plan)
     if not case.resumes:
         rundir.create()
@@ -214,7 +220,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
         "notes": [e.fields["text"] for e in seen if e.kind == "note"][:4],
     }
     if on_gpu:
-        found["peak"] = torch.cuda.max_memory_allocated()
+        found["peak"] = torch.cuda.max_memory_allocated() - left
         found["reserved"] = torch.cuda.max_memory_reserved()
         found["planned"] = plan.memory.total - plan.memory.baseline
     if GRADIENTS:
@@ -275,6 +281,7 @@ def read(name: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     documents = json.loads((folder / "cases.json").read_text())
+    faulthandler.dump_traceback_later(90)  # to stderr, where a case hangs
     for name in names:
         began = time.monotonic()
         case = Case(**documents[name] | {"words": tuple(documents[name]["words"])})
