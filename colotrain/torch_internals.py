@@ -52,6 +52,8 @@ try:
     saved_tensor_hooks_now = torch._C._autograd._top_saved_tensors_default_hooks
     multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
     norms_of, copy_together = torch._foreach_norm, torch._foreach_copy_
+    keep_versions = torch.autograd._unsafe_preserve_version_counter
+    """Context in which in-place changes of tensors do not count for autograd."""
     interpolate, interpolate_ = torch._foreach_lerp, torch._foreach_lerp_
     signs_, subtract_ = torch._foreach_sign_, torch._foreach_sub_
     for owner, names in (

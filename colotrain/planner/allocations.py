@@ -82,13 +82,14 @@ class AllocationCounter:
         if self.now > self.fullest:
             self.fullest, self.at_fullest = self.now, self.sums.copy()
 
-    def end(self, key: object) -> None:
-        category, num_bytes, place = self.alive.pop(key, ("", 0, ""))
-        self.made_bytes -= self.made.pop(key, 0)
-        for piece in range(self.pieces.pop(key, 0)):
-            self.heap.give((key, piece))
-        if category:
-            self._add(category, -num_bytes, place)
+    def end(self, *keys: object) -> None:
+        for key in keys:
+            category, num_bytes, place = self.alive.pop(key, ("", 0, ""))
+            self.made_bytes -= self.made.pop(key, 0)
+            for piece in range(self.pieces.pop(key, 0)):
+                self.heap.give((key, piece))
+            if category:
+                self._add(category, -num_bytes, place)
 
     def become(self, key: object, category: str) -> None:
         """Move the bytes of `key` to another category."""

@@ -29,8 +29,8 @@ class Group:
     shard_bytes: int
     """Bytes of a rank's shard, in the dtype of storage."""
     gathered_sizes: tuple[int, ...]
-    """Bytes of each gathered parameter, padded, in the compute dtype; empty where ranks share
-    parameters in shared memory, so that nothing is gathered."""
+    """Bytes of each gathered parameter, padded, in the compute dtype; without those that a rank
+    computes with where they are, as where ranks share parameters in shared memory."""
     reduced_bytes: int
     """Bytes of unsharded, padded gradients in the dtype of reduction; 0 where all are frozen."""
     trained_bytes: int
@@ -114,6 +114,11 @@ def _group(
     reduce = REDUCE_BYTES if compute else None
     shard = layout.shard
     padded = {p.name: _padded(p, shard) for p in members}
+    used_in_place = {
+        p.name
+        for p in members
+        if layout.shares_parameters or (layout.uses_shards and compute in (None, p.itemsize))
+    }
     return Group(
         name=name,
         blocks=blocks,
@@ -122,7 +127,7 @@ def _group(
         gathered_sizes=tuple(
             padded[p.name] * (compute or p.itemsize)
             for p in members
-            if padded[p.name] and not layout.shares_parameters
+            if padded[p.name] and p.name not in used_in_place
         ),
         reduced_bytes=sum(padded[p.name] * (reduce or p.itemsize) for p in trained),
         trained_bytes=sum(p.numel * (reduce or p.itemsize) for p in trained),

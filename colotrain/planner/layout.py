@@ -40,6 +40,9 @@ class Layout:
     device: str = "cpu"
     shared_memory: bool = False
     """Whether the ranks of a shard group exchange through shared memory (CPU, one host)."""
+    uses_shards: bool = False
+    """Whether a rank computes with its shards where their dtype allows it, because they are whole
+    and stay where they are (`engine.shm.shared_parameters`)."""
     chunk_bytes: int | None = None
     split_blocks: bool = False
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
@@ -86,14 +89,14 @@ class Layout:
         return 2 * slots * self.links_stages * self.micro_batch * self.activation_bytes
 
     @property
-    def is_single_cpu_rank(self) -> bool:
-        """Whether a single rank runs on CPU: `engine.shm.reduce_scatter` copies no gradients."""
-        return self.device == "cpu" and self.shard == self.replicas == 1
+    def is_single_rank(self) -> bool:
+        """Whether there is one rank: `engine.shm.reduce_scatter` copies only gradients it casts."""
+        return self.shard == self.replicas == 1
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether the ranks of a host share parameters, as in `engine.shm.shared_parameters`."""
-        return self.shared_memory and self.precision == "fp32"
+        """Whether no parameter is gathered, as in `engine.shm.shared_parameters`."""
+        return (self.shared_memory or self.uses_shards) and self.precision == "fp32"
 
 
 def layout_of(
@@ -119,6 +122,7 @@ def layout_of(
         optim=optim,
         device=device,
         shared_memory=device == "cpu" and procs_per_node % plugin.dp_shard == 0,
+        uses_shards=plugin.dp_shard == 1 and plugin.budget is None,
         chunk_bytes=plugin.chunk_bytes,
         split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,

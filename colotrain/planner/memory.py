@@ -125,7 +125,7 @@ class _StepSimulation:
         self.unreduced: dict[str, list[object]] = {}
         """Group → unsharded gradients of this backward."""
         self.handed_over: dict[str, list[object]] = {}
-        """Group → gradients of a single rank, which become the sharded ones without a copy."""
+        """Group → gradients of a single rank, which became the sharded ones."""
         self.pending_reduction: tuple[Group, list[object]] | None = None
         """Group whose gradients are summed after the next group's (shared memory)."""
         self.forward = [s for s in trace.segments if s.phase == "forward"]
@@ -184,8 +184,7 @@ class _StepSimulation:
         num = self.layout.accumulation_steps
         for group in self.groups.values():  # the previous step's gradients
             self.allocations.end(("gradients", group.name))
-            for key in self.handed_over.pop(group.name, []):
-                self.allocations.end(key)
+            self.allocations.end(*self.handed_over.pop(group.name, []))
         for index in sorted({0, min(1, num - 1), num - 1}):
             self.adds = index > 0
             self.micro_batch(last=index == num - 1)
@@ -196,12 +195,10 @@ class _StepSimulation:
         """Gradient statistics: copies of the shards, and the difference of one at a time."""
         trained = [p for p in self.survey.parameters if p.frozen_by is None]
         sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
-        for index, num_bytes in enumerate(sizes):
-            self.allocations.begin(("copy", index), "buffers", num_bytes, in_place_of="activations")
-        largest = max(sizes, default=0)
-        self.allocations.begin("difference", "buffers", largest, in_place_of="activations")
-        for key in ["difference", *(("copy", index) for index in range(len(sizes)))]:
-            self.allocations.end(key)
+        made = {("made", i): n for i, n in enumerate([*sizes, max(sizes, default=0)])}
+        for key, num_bytes in made.items():
+            self.allocations.begin(key, "buffers", num_bytes, in_place_of="activations")
+        self.allocations.end(*made)
 
     def micro_batch(self, *, last: bool) -> None:
         self.count += 1
@@ -323,8 +320,7 @@ class _StepSimulation:
         for group in (self.root, *late):
             self._finish(group, last=last)
         for name in self.groups:
-            self.allocations.end(("received", name))
-            self.allocations.end(("reduced", name))
+            self.allocations.end(("received", name), ("reduced", name))
         if self.pending_reduction is not None:
             self._sum(*self.pending_reduction)
             self.pending_reduction = None
@@ -344,14 +340,11 @@ class _StepSimulation:
         if not (last or self.layout.gradients == "sharded"):
             self._keep(group, fresh)
             return
-        whole = [*fresh, *self.kept_gradients.pop(group.name, [])]
-        if self.layout.is_single_cpu_rank and self.layout.precision == "fp32":
-            if group.name not in self.handed_over:
-                self.handed_over[group.name] = whole
-                return
-            for key in whole:  # added to the first micro-batch's
-                self.allocations.end(key)
+        kept = self.kept_gradients.pop(group.name, [])
+        if self.layout.is_single_rank and not self._is_below(group):
+            self._hand_over(group, fresh, kept)
             return
+        whole = [*fresh, *kept]
         if self.layout.shared_memory and self.layout.shard > 1:
             before, self.pending_reduction = self.pending_reduction, (group, whole)
             if before is not None:
@@ -363,8 +356,7 @@ class _StepSimulation:
         if stages:
             self.allocations.begin("staged", "gradients", group.trained_shard_bytes)
         self.allocations.begin(("reduced", group.name), "buffers", group.reduced_bytes)
-        for key in whole:
-            self.allocations.end(key)
+        self.allocations.end(*whole)
         sharded = ("gradients", group.name)
         is_first = self.keeps_states and sharded not in self.allocations.alive
         place: object = sharded if is_first else "sum"
@@ -374,9 +366,19 @@ class _StepSimulation:
             self.allocations.end("divided")
         self.allocations.end("sum")
         if stages:  # until the next group's are there
-            self.allocations.end("leaving")
-            self.allocations.end("staged")
+            self.allocations.end("leaving", "staged")
             self.allocations.begin("leaving", "gradients", group.trained_shard_bytes)
+
+    def _hand_over(self, group: Group, fresh: list[object], kept: list[object]) -> None:
+        """Let a single rank's gradients, or their casts, be the sharded ones, or add them there."""
+        is_cast, gone = self.layout.precision != "fp32", [*fresh, *kept]
+        if self.keeps_states and group.name not in self.handed_over:
+            self.handed_over[group.name] = stays = kept if is_cast else gone
+            if not stays:
+                sharded = ("gradients", group.name)
+                self.allocations.begin(sharded, "gradients", group.trained_shard_bytes)
+            gone = fresh if is_cast else []
+        self.allocations.end(*gone)
 
     def _sum(self, group: Group, whole: list[object]) -> None:
         """Sum gradients as `engine.shm.reduce_scatter`: into new tensors, or into existing ones."""
@@ -384,8 +386,7 @@ class _StepSimulation:
         if sharded not in self.allocations.alive:
             num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
             self.allocations.begin(sharded, "gradients", num_bytes, pieces=pieces)
-        for key in whole:
-            self.allocations.end(key)
+        self.allocations.end(*whole)
 
     def _keep(self, group: Group, fresh: list[object]) -> None:
         """Keep unsharded gradients as they are, or sum them in the dtype of reduction."""
@@ -396,5 +397,4 @@ class _StepSimulation:
             key = ("summed", group.name, self.count)
             self.allocations.begin(key, "gradients", group.trained_bytes)
             self.kept_gradients[group.name] = [key]
-        for made in fresh:
-            self.allocations.end(made)
+        self.allocations.end(*fresh)

@@ -187,6 +187,13 @@ def test_the_plan_is_the_peak(name: str, found: dict[str, Found]) -> None:
     assert found[name].planned == pytest.approx(found[name].peak, rel=0.035)
 
 
+@pytest.mark.parametrize("name", representatives(PLANNED, kept=KEPT))
+def test_fully_shard_copies_nothing_on_one_rank(name: str, found: dict[str, Found]) -> None:
+    """Neither parameters nor gradients: it makes their memory, and colotrain casts into it."""
+    lines = [line for line in found[name].launches if line.startswith("torch _fsdp")]
+    assert [line for line in lines if not line.startswith("torch _fsdp_param.py")] == []
+
+
 @pytest.mark.parametrize("name", representatives([*BUDGETS, "disk"], kept=["25 %", "disk"]))
 def test_gemini_trains_below_its_budget(name: str, found: dict[str, Found]) -> None:
     losses, gradients = apart(found[name], found["cpu"])

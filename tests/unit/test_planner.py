@@ -457,16 +457,23 @@ def test_gradients_that_rest_below_a_gpu_are_copied_up_to_be_added_to() -> None:
 
 
 def test_a_single_rank_s_gradients_are_not_copied() -> None:
-    def most(device: str, num_micro_batches: int = 1) -> dict[str, int]:
-        made = layout("zero2", 1, device=device, accumulation_steps=num_micro_batches)
+    def most(num_micro_batches: int = 1, ranks: int = 1, **more: str) -> dict[str, int]:
+        made = layout("zero2", ranks, accumulation_steps=num_micro_batches, **more)
         simulation = _StepSimulation(made, looked_at(), traced(), AllocationCounter(on_cpu=True))
         simulation.run()
         return simulation.allocations.most
 
     gradients = sum(4 * p.numel for p in looked_at().parameters)
-    assert most("cpu")["buffers"] < most("cuda")["buffers"]
-    assert most("cpu")["gradients"] == gradients
-    assert gradients < most("cpu", 2)["gradients"] < 2 * gradients  # one group's are added to them
+    largest = max(4 * p.numel for p in looked_at().parameters)
+    for device in ("cpu", "cuda"):
+        assert most(device=device)["buffers"] == largest  # while the model is filled
+        assert most(device=device)["gradients"] == gradients
+        added = most(2, device=device)["gradients"]
+        assert gradients < added < 2 * gradients  # one group's are added to them
+        cast = most(2, device=device, precision="bf16")
+        assert cast["buffers"] == largest
+        assert gradients < cast["gradients"] <= added
+    assert most(ranks=2, device="cuda")["buffers"] > largest
 
 
 def test_adamw_counts_steps_once_per_parameter() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from colotrain.torch_internals import unknown_torch
+from colotrain.torch_internals import copy_together, keep_versions, unknown_torch
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -51,8 +51,8 @@ RELIED_ON: dict[type, str] = {
     "reduce_grads unshard wait_for_unshard",
     FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
     "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_inputs "
-    "all_gather_outputs param_dtype "
-    "contiguous_sharded_stride init_all_gather_outputs mp_policy offload_to_cpu "
+    "all_gather_outputs alloc_all_gather_outputs param_dtype contiguous_sharded_stride "
+    "init_all_gather_outputs init_unsharded_param mp_policy offload_to_cpu "
     "padded_sharded_param_size reduce_dtype sharded_param sharded_size to_sharded_dtensor "
     "to_unsharded unsharded_accumulated_grad unsharded_accumulated_grad_data unsharded_grad_data "
     "unsharded_param",
@@ -200,8 +200,23 @@ def is_being_gathered(group: Any) -> bool:
 
 
 def register_unsharded(group: Any) -> None:
-    """Let the modules use the whole parameters, which must be in memory."""
+    """Let the modules use the whole parameters, which must be in memory, after any all-gather."""
+    group._all_gather_result = None
     group._to_unsharded()
+
+
+def fill_unsharded(group: Any, params: Sequence[Any]) -> None:
+    """Copy shards that are whole into whole parameters in their dtype, with one call for all."""
+    for param in params:
+        numel = param.padded_sharded_param_size.numel()
+        param.init_all_gather_outputs([numel], [gathered_dtype_of(param)], 1, group.device)
+        param.alloc_all_gather_outputs()
+    outputs = [param.all_gather_outputs[0] for param in params]
+    if outputs:
+        with torch.no_grad(), keep_versions(tuple(outputs)):
+            copy_together(outputs, [flat_shard(param) for param in params])
+    for param in params:
+        param.init_unsharded_param()
 
 
 def update_dtypes(group: Any) -> None:
@@ -310,6 +325,11 @@ class GathersFromBelow(FSDPParam):
 def gather_from(param: Any, source: Callable[[], Tensor]) -> None:
     """Take the input of the parameter's all-gather, flat and in its dtype, from `source()`."""
     param._colotrain_source, param.__class__ = source, GathersFromBelow
+
+
+def rests_below(param: Any) -> bool:
+    """Whether the parameter and its gradient rest below the GPU."""
+    return isinstance(param, GathersFromBelow)
 
 
 def gathered_dtype_of(param: Any) -> torch.dtype:

@@ -24,6 +24,7 @@ from colotrain.engine.sharding.fsdp_internals import (
     local_of,
     reduce_dtype_of,
     replicas_of,
+    rests_below,
     unsharded_of,
     zero_gradient,
 )
@@ -32,7 +33,11 @@ from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
 from colotrain.engine.spans import span
 from colotrain.engine.waiting import waiting
 from colotrain.spec.cpu_memory import MOST_WRITTEN_BYTES, NUM_SLOTS
-from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
+from colotrain.torch_internals import (
+    call_after_backward,
+    copy_together,
+    hooks_after_gradient_of,
+)
 
 SUM_BYTES = 256 << 10
 """Bytes summed at a time, so that a piece stays in a core's cache."""
@@ -241,9 +246,10 @@ class Reduction:
 
 
 class SingleRankGradients:
-    """Stores the gradients of a model on a single rank without copying them.
+    """Stores the gradients of a model on a single rank, copying only what is cast.
 
-    `fully_shard` copies each group's gradients twice even then, to reduce and to divide them.
+    `fully_shard` copies each group's gradients three times even then: to reduce them, to divide
+    them by one, and out of that. Groups below a GPU keep its way: their gradients move together.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -255,8 +261,24 @@ class SingleRankGradients:
             params.post_backward = partial(self._post_backward, params)
 
     def _post_backward(self, params: Any, *_: object) -> None:
-        for gradient in take_gradients(params):
+        if any(rests_below(param) for param in params.fsdp_params):
+            type(params).post_backward(params)
+            return
+        each = take_gradients(params)
+        _cast_first(each, dtype_of(params))
+        for gradient in each:
             accumulate_gradient(params, gradient, gradient.unsharded, is_there=False)
+
+
+def _cast_first(each: Sequence[Gradient], dtype: torch.dtype | None) -> None:
+    """Cast gradients to which later ones will be added, with one call for all of a group."""
+    first = [g for g in each if g.param.sharded_param.grad is None and g.unsharded.dtype != dtype]
+    if not first or dtype is None:
+        return
+    cast = [torch.empty_like(gradient.unsharded, dtype=dtype) for gradient in first]
+    copy_together(cast, [gradient.unsharded for gradient in first])
+    for gradient, whole in zip(first, cast, strict=True):
+        gradient.unsharded = whole
 
 
 def take_gradients(params: Any) -> list[Gradient]:
@@ -289,8 +311,10 @@ def accumulate_gradient(params: Any, gradient: Gradient, sums: Tensor, *, is_the
     if not is_there:
         shape, stride = param.sharded_size, param.contiguous_sharded_stride
         rows = sums.as_strided(shape, stride, sums.storage_offset())
-        rows = param.to_sharded_dtensor(rows.to(dtype_of(params) or rows.dtype))
-        leaf.grad = rows if leaf.grad is None else leaf.grad.add_(rows)
+        if leaf.grad is None:
+            leaf.grad = param.to_sharded_dtensor(rows.to(dtype_of(params) or rows.dtype))
+        else:
+            local_of(leaf.grad).add_(rows)
     for hook in hooks_after_gradient_of(leaf).values():
         hook(leaf)
 

@@ -6,7 +6,8 @@ its own rows and computes with the whole. A barrier before the first forward of 
 updates. No second barrier is needed: ranks agree that a step is over before they update.
 
 This works on CPU only, and only where parameters are computed with in their own dtype, because a
-cast makes a copy. A rank alone in its shard group holds whole parameters anyway, in its own memory.
+cast makes a copy. A rank alone in its shard group holds whole parameters anyway, in its own memory:
+there, on any device, nothing is copied but what is cast (`OneRankUnshard`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from colotrain.engine.probes import exclude_bytes
 from colotrain.engine.sharding.fsdp_internals import (
+    fill_unsharded,
     flat_shard,
     free_storage,
+    gathered_dtype_of,
+    is_being_gathered,
     put_shard,
     register_unsharded,
+    rests_below,
     set_unsharded,
     unsharded_of,
     view_unsharded,
@@ -174,10 +179,44 @@ class SharedUnshard:
             return
         self.asked = False
         for param in self.params.fsdp_params:
-            if unsharded_of(param) is None:
-                whole = view_unsharded(param, param._colotrain_unsharded)
-                trains = param.sharded_param.requires_grad
-                set_unsharded(param, nn.Parameter(whole, requires_grad=trains))
+            _use(param, param._colotrain_unsharded)
+        register_unsharded(self.params)
+
+
+def _use(param: Any, flat: Tensor) -> None:
+    """Let the whole parameter of `param`, unless it exists, be the memory of `flat`."""
+    if unsharded_of(param) is None:
+        trains = param.sharded_param.requires_grad
+        whole = nn.Parameter(view_unsharded(param, flat), requires_grad=trains)
+        set_unsharded(param, whole)
+
+
+class OneRankUnshard:
+    """Replaces the all-gathers of one of `fully_shard`'s groups on a rank that has all of it.
+
+    A parameter that is computed with in its own dtype is its shard, unless shards move between
+    tiers (`move`). The others are cast together, straight into the whole parameters.
+    """
+
+    def __init__(self, params: Any, *, move: bool) -> None:
+        self.params, self.move = params, move
+
+    def install(self) -> None:
+        self.params.wait_for_unshard = self.wait_for_unshard
+
+    def wait_for_unshard(self) -> None:
+        if not is_being_gathered(self.params):
+            return
+        copied = []
+        for param in self.params.fsdp_params:
+            if rests_below(param):
+                type(self.params).wait_for_unshard(self.params)
+                return
+            if self.move or gathered_dtype_of(param) != param.sharded_param.dtype:
+                copied.append(param)
+            else:
+                _use(param, flat_shard(param).detach())
+        fill_unsharded(self.params, copied)
         register_unsharded(self.params)
 
 

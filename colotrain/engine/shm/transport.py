@@ -28,6 +28,7 @@ from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.shm.all_gather import Channel
 from colotrain.engine.shm.reduce_scatter import Reduction, SingleRankGradients
 from colotrain.engine.shm.shared_memory import Unavailable
+from colotrain.engine.shm.shared_parameters import OneRankUnshard
 from colotrain.spec.cpu_memory import LARGEST_BUFFER_BYTES
 
 
@@ -92,13 +93,15 @@ def install(sharded: ShardedModel) -> Transport | None:
 
     All ranks must call, after `shard_`. Returns None on all ranks where the process group is used:
     a shard group spans several hosts, or memory is short. Rank 0 then prints the reason to stderr.
+    Where there is a single rank, `fully_shard`'s copies are left out on any device.
     """
     group = sharded.shard_group
-    if sharded.mesh.device_type != "cpu":
-        return None
     if sharded.mesh.size() == 1:
         SingleRankGradients(sharded).install()
     if group.size() == 1:
+        for params in (params for part in sharded.groups for params in part.fsdp_groups):
+            OneRankUnshard(params, move=sharded.plugin.budget is not None).install()
+    if group.size() == 1 or sharded.mesh.device_type != "cpu":
         return None
     channel, reduction, problem = None, None, None
     try:
