@@ -75,6 +75,9 @@ from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
 
+AHEAD_BYTES = 256 << 20
+"""Bytes of whole parameters per core that a rank beside a GPU may draw ahead: a matrix of 8 B."""
+
 
 def main(path: str) -> int:
     """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
@@ -268,7 +271,17 @@ def allocate_parameters_(
 
     release = tiers.release if tiers is not None else lambda tensor: None
     device, seed = plan.cluster.device, plan.train.seed
-    materialise_(sharded, device=device, seed=seed, allocate=allocate, release=release, given=given)
+    uses_disk = tiers is not None and tiers.placement.uses_disk
+    has_room = device != "cpu" and not uses_disk  # the host holds less than it will later
+    materialise_(
+        sharded,
+        device=device,
+        seed=seed,
+        allocate=allocate,
+        release=release,
+        given=given,
+        ahead_bytes=AHEAD_BYTES * plan.cluster.threads_per_rank if has_room else 0,
+    )
 
 
 def agree_on_groups(

@@ -33,6 +33,8 @@ OVERWRITES = frozenset(
     }
 )
 """In-place operations whose result does not depend on the tensor's previous values."""
+SERIAL = frozenset({"normal_", "uniform_"})
+"""Draws that torch makes on one core, and that may so be made on a thread."""
 LEAVES_TORCH = frozenset(
     {
         "numpy",
@@ -79,6 +81,8 @@ class Allocates(TorchDispatchMode):
             if _draws_in_place(func) and kwargs.get("generator") is None:
                 for slot in self.filler.found_in(args[:1]):
                     kwargs = {**kwargs, "generator": slot.generator}
+                if overwritten is not None and not overwritten.stays and name_of(func) in SERIAL:
+                    return self.filler.draw_(overwritten, func, args, kwargs)
             return func(*args, **kwargs)
 
     def _overwritten(self, func: Any, args: tuple) -> Slot | None:

@@ -8,6 +8,7 @@ of the others. Every rank runs the same code, and so computes the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ class Shards:
     """Called with each parameter that is not needed for the moment."""
     shape: Callable[[Tensor], tuple[int, ...]] = lambda parameter: tuple(parameter.shape)
     """Shape of a whole parameter; ranks of a tensor-parallel group hold only parts."""
+    ahead_bytes: int = 0
+    """Bytes of whole parameters, the same on all ranks, that threads may draw at the same time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,8 @@ class Slot:
     """Whether code outside torch may hold the address of its memory, which must then stay."""
     begun: bool = False
     """Whether the user's code has used it."""
+    drawing: Future[Any] | None = None
+    """The draw of its values on a thread, until somebody has waited for it."""
     unset: bool = False
     """Whether part of it had no value when it was last written to the rank's rows."""
 
@@ -72,6 +77,12 @@ class Slot:
     @property
     def storage(self) -> Any:
         return self.whole.untyped_storage()
+
+    def wait(self) -> None:
+        """Wait until its values are drawn."""
+        drawing, self.drawing = self.drawing, None
+        if drawing is not None:
+            drawing.result()
 
 
 class ParameterFiller:
@@ -102,13 +113,15 @@ class ParameterFiller:
         """Parameters with memory by name, least recently used first."""
         self.in_use: list[Slot] = []
         """Parameters that the current operations use."""
+        self.threads = ThreadPoolExecutor(torch.get_num_threads(), "draws")
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Replace the model's parameters by whole ones inside the context."""
         self._register(lambda slot: slot.whole)
         try:
-            yield
+            with self.threads:
+                yield
         finally:
             self._register(lambda slot: slot.kept)
 
@@ -150,12 +163,29 @@ class ParameterFiller:
                 _copy(slot, self.shards.read(slot.kept))
             elif value:
                 slot.whole.fill_(mark_of(slot.whole.dtype))
+        slot.wait()
         self.in_memory[slot.name] = self.in_memory.pop(slot.name, slot)
         slot.begun = True
+
+    def draw_(self, slot: Slot, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """Set the whole parameter by `func(*args, **kwargs)` on a thread; torch draws on one core.
+
+        The values are the same: `func` draws from the parameter's own generator alone.
+        """
+        target: Tensor = args[0]
+        func(target.new_empty(0), *args[1:], **kwargs)  # an error has the user's line
+
+        def draw() -> None:
+            with torch.no_grad():  # each thread has a mode of its own
+                func(*args, **kwargs)
+
+        slot.drawing = self.threads.submit(draw)
+        return target
 
     def _make_room(self, slot: Slot) -> None:
         others = [s for s in self.in_memory.values() if s not in self.in_use and not s.stays]
         excess = sum(s.num_bytes for s in others) + slot.num_bytes - KEPT_BYTES
+        excess -= self.shards.ahead_bytes
         for other in others:
             if excess <= 0:
                 break
@@ -164,6 +194,7 @@ class ParameterFiller:
 
     def release_(self, slot: Slot) -> None:
         """Store this rank's rows of a parameter and free the rest."""
+        slot.wait()
         slot.unset = _is_marked(slot.whole)
         self.shards.write(slot.kept, slot.whole.detach())
         self.shards.release(slot.kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,15 @@ from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
-from colotrain.models.loading import begin_training_, build, build_on_meta, build_whole
+from colotrain.models.initialising import initialise_
+from colotrain.models.loading import (
+    WHOLE,
+    allocate_,
+    begin_training_,
+    build,
+    build_on_meta,
+    build_whole,
+)
 from colotrain.planner.traced.survey import UNCALLED, survey
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
 from colotrain.verify.building import build_plain
@@ -218,6 +227,47 @@ def test_another_seed_gives_other_values_and_the_same_seed_the_same() -> None:
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     for name in ("copied", "orthogonal_", "python", "normal_"):
         assert not torch.equal(first.layers[name].weight, other.layers[name].weight)
+
+
+class Drawn(nn.Module):
+    """Draws large weights, and reads what it has just drawn in several ways."""
+
+    def __init__(self, std: float = 0.02) -> None:
+        super().__init__()
+        self.std = std
+        self.layers = nn.ModuleList(nn.Linear(700, 800, bias=False) for _ in range(8))
+
+    def init_weights(self) -> None:
+        for layer in self.layers:
+            init.normal_(layer.weight, std=self.std)
+        scaled, again, turned, copied, seen, shared, looked, _ = (x.weight for x in self.layers)
+        scaled.uniform_(-1, 1).mul_(3.0)
+        again.normal_().normal_()
+        turned.data.t().uniform_()
+        copied.copy_(again)
+        seen.detach().numpy()[3] = 0.5
+        memory = shared.detach().numpy()
+        shared.normal_()
+        memory[:] = memory * 2
+        looked.uniform_()
+        looked.fill_(float(looked[-1, -1]))
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 1 << 30])
+def test_what_threads_draw_is_what_one_process_draws_in_turn(ahead_bytes: int) -> None:
+    wanted = dict(build_plain(deferred("Drawn"), seed=5).named_parameters())
+    model = build(deferred("Drawn"), seed=5)
+    allocate_(model, device="cpu")
+    initialise_(model, seed=5, shards=replace(WHOLE, ahead_bytes=ahead_bytes))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+
+
+def test_an_error_of_a_draw_has_the_users_line() -> None:
+    with pytest.raises(RuntimeError, match="std") as raised:
+        build_whole(deferred("Drawn", std=-1.0), seed=5)
+    lines = [str(entry.statement).strip() for entry in raised.traceback]
+    assert "init.normal_(layer.weight, std=self.std)" in lines
 
 
 def deferred(name: str, **args: object) -> ModelPlan:

@@ -352,12 +352,14 @@ def materialise_(
     allocate: Callable[[bool], None] = lambda fresh: None,
     release: Callable[[Tensor], None] = lambda tensor: None,
     given: Set[str] = frozenset(),
+    ahead_bytes: int = 0,
 ) -> None:
     """Give a model on the meta device its storage and initial weights. All ranks must call.
 
     Tensors whose names are in `given` may be left without values, as a checkpoint overwrites them.
     `allocate(fresh)` may move the parameters' storage, before it is filled (`fresh`) or after;
-    `release(parameter)` is called whenever a parameter was filled or read.
+    `release(parameter)` is called whenever a parameter was filled or read. `ahead_bytes`, the same
+    on all ranks, may be drawn before they are stored.
     """
     model = sharded.module
     for parameter in replicated(sharded):  # fully_shard moves only parameters that it shards
@@ -369,6 +371,7 @@ def materialise_(
         allocate_(model, device=device, on_host=on_host, elsewhere=elsewhere)
         allocate(True)
         shards = shards_of(model, sharded.parts, sharded.stage, release)
+        shards = replace(shards, ahead_bytes=ahead_bytes)
         part = slices_of(model, sharded.parts)
         fill_(model, sharded.source, seed=seed, shards=shards, part=part, given=given)
         _move_buffers_(model, device)
