@@ -25,6 +25,7 @@ from colotrain.engine.profiling import Profiler
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
+from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.sharding.sums import average_statistics_
 from colotrain.engine.targets import find_targets
 from colotrain.engine.text_samples import write_samples
@@ -320,6 +321,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
     guard.before_update(run)
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)
+        reshard(run.sharded)  # it may have changed what is frozen
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)
     stored = state.factor * state.clip_ratio
     lr = run.optimizer.step(factor=stored, watch=recorder)

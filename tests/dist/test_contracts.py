@@ -34,6 +34,17 @@ def on_gradients(model, step):
 """
 
 
+WRITES = """
+import torch
+
+def on_gradients(model, step):
+    if step == 1:
+        with torch.no_grad():
+            model.get_parameter("blocks.0.mlp.up.weight").mul_(1.5)
+        model.get_parameter("blocks.0.mlp.down.weight").data.mul_(0.5)
+"""
+
+
 def watched(colotrain: Colotrain, *overrides: str) -> list[dict[str, Any]]:
     """What `on_gradients` saw in each step of a run."""
     (colotrain.cwd / "watch.py").write_text(WATCH)
@@ -159,3 +170,20 @@ def test_a_parameter_trains_from_the_step_that_unfreezes_it_also_across_resume(
     resumed = colotrain("resume", "parted", "train.max_steps=4", "--json")
     assert resumed.code == 0, resumed.err
     assert losses(resumed.json) == losses(straight)
+
+
+def test_frozen_parameters_that_one_rank_casts_once_are_those_of_now(
+    colotrain: Colotrain,
+) -> None:
+    """Also after a change by the user's code, an evaluation, and where they begin to train."""
+    (colotrain.cwd / "writes.py").write_text(WRITES)
+    one = ("cluster.procs_per_node=1", "train.micro_batch=8", "train.precision=bf16", CONSTANT)
+    frozen = ("freeze.patterns=[embed*,blocks.0.*]", "freeze.unfreeze={4:[embed*]}")
+    base = (*SMALL, *one, *frozen, "train.max_steps=6", "train.eval_every=3")
+    seen = []
+    for words in ((), ("train.on_gradients=writes:on_gradients",)):
+        runs = [colotrain.run(*base, *words, f"plugin={plugin}") for plugin in ("zero1", "zero3")]
+        assert losses(runs[0]) == losses(runs[1])
+        seen.append(losses(runs[0]))
+    assert seen[0][:2] == seen[1][:2]
+    assert seen[0][2] != seen[1][2]

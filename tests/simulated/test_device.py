@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,7 @@ RESUMED = {
 }
 KEPT = ("zero1", "zero3 in bf16", "zero3, recomputing some")
 """Cases of `PLANNED` that `make test` has."""
+FROZEN = ("freeze.patterns=[blocks.0.*,blocks.1.*]",)
 NOT_FINITE = ("model.target=tests.simulated.models:Explodes", "train.on_nonfinite=skip")
 RECORDED = ("plugin=zero3", "observe.grads_every=1", "train.eval_every=2")
 
@@ -74,6 +76,11 @@ FIXED = [
     Case(name="hybrid", words=(*SMALL, *TRAIN, "plugin=fsdp-hybrid", *QUIET)),
     Case(name="slow", words=(*SMALL, *TRAIN, *QUIET), plant="slow_optimizer", looks=False),
     Case(name="stays", words=(*SMALL, *TRAIN), plant="stays_on_host"),
+    Case(
+        name="frozen",
+        words=(*SMALL, *TRAIN, *QUIET, "plugin=zero1", "train.precision=bf16", *FROZEN),
+        looks=False,
+    ),
 ]
 """Cases of the tests without parameters."""
 
@@ -192,6 +199,15 @@ def test_fully_shard_copies_nothing_on_one_rank(name: str, found: dict[str, Foun
     """Neither parameters nor gradients: it makes their memory, and colotrain casts into it."""
     lines = [line for line in found[name].launches if line.startswith("torch _fsdp")]
     assert [line for line in lines if not line.startswith("torch _fsdp_param.py")] == []
+
+
+def test_frozen_parameters_are_cast_in_the_first_step_alone(found: dict[str, Found]) -> None:
+    """Of four groups, two are frozen; each has one launch for all of its parameters."""
+    casts = Counter(
+        {line: n for line, n in found["frozen"].launches.items() if "fsdp_internals" in line}
+    )
+    assert casts.total() == 4 + 2 * (STEPS - 1), casts
+    assert found["frozen"].races == []
 
 
 @pytest.mark.parametrize("name", representatives([*BUDGETS, "disk"], kept=["25 %", "disk"]))

@@ -51,11 +51,11 @@ RELIED_ON: dict[type, str] = {
     "reduce_grads unshard wait_for_unshard",
     FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
     "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_inputs "
-    "all_gather_outputs alloc_all_gather_outputs param_dtype contiguous_sharded_stride "
-    "init_all_gather_outputs init_unsharded_param mp_policy offload_to_cpu "
-    "padded_sharded_param_size reduce_dtype sharded_param sharded_size to_sharded_dtensor "
-    "to_unsharded unsharded_accumulated_grad unsharded_accumulated_grad_data unsharded_grad_data "
-    "unsharded_param",
+    "all_gather_outputs alloc_all_gather_outputs free_unsharded_param param_dtype "
+    "contiguous_sharded_stride init_all_gather_outputs init_unsharded_param mp_policy "
+    "offload_to_cpu padded_sharded_param_size reduce_dtype sharded_param sharded_size "
+    "to_sharded_dtensor to_unsharded unsharded_accumulated_grad unsharded_accumulated_grad_data "
+    "unsharded_grad_data unsharded_param",
     DTensor: "_local_tensor",
 }
 """Class → attributes the engine uses: private ones, and those of private classes."""

@@ -339,9 +339,11 @@ def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
 
 
 def reshard(sharded: ShardedModel) -> None:
-    """Free all whole parameters. Needed after a forward without a backward (evaluation)."""
+    """Free all whole parameters, kept ones too: after an evaluation, or when code changes them."""
     for group in sharded.groups:
         group.handle.reshard()
+        for param in (p for g in group.fsdp_groups if not g.is_unsharded for p in g.fsdp_params):
+            type(param).free_unsharded_param(param)
 
 
 def materialise_(

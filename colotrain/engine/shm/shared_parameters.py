@@ -16,6 +16,7 @@ import mmap
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -195,14 +196,20 @@ class OneRankUnshard:
     """Replaces the all-gathers of one of `fully_shard`'s groups on a rank that has all of it.
 
     A parameter that is computed with in its own dtype is its shard, unless shards move between
-    tiers (`move`). The others are cast together, straight into the whole parameters.
+    tiers (`move`). The others are cast together, straight into the whole parameters. Of a group
+    that stays gathered (`stays`), frozen ones are cast once: a step takes their memory anyway.
     """
 
-    def __init__(self, params: Any, *, move: bool) -> None:
-        self.params, self.move = params, move
+    def __init__(self, params: Any, *, move: bool, stays: bool) -> None:
+        self.params, self.move, self.stays = params, move, stays
+        self.versions: dict[Any, int] = {}
+        """Record of a parameter → version of the shard that the whole parameter was cast from."""
 
     def install(self) -> None:
         self.params.wait_for_unshard = self.wait_for_unshard
+        if self.stays and not self.move:
+            for param in self.params.fsdp_params:
+                param.free_unsharded_param = partial(_free_unless_frozen, param)
 
     def wait_for_unshard(self) -> None:
         if not is_being_gathered(self.params):
@@ -212,12 +219,30 @@ class OneRankUnshard:
             if rests_below(param):
                 type(self.params).wait_for_unshard(self.params)
                 return
+            if self._keeps(param):
+                continue
             if self.move or gathered_dtype_of(param) != param.sharded_param.dtype:
                 copied.append(param)
             else:
                 _use(param, flat_shard(param).detach())
         fill_unsharded(self.params, copied)
+        self.versions |= {param: flat_shard(param)._version for param in copied}
         register_unsharded(self.params)
+
+    def _keeps(self, param: Any) -> bool:
+        """Whether the whole parameter is in memory from an earlier use, its shard unchanged."""
+        trains = param.sharded_param.requires_grad
+        return (
+            not trains
+            and self.versions.get(param) == flat_shard(param)._version
+            and param.all_gather_outputs[0].untyped_storage().size() > 0
+        )
+
+
+def _free_unless_frozen(param: Any) -> None:
+    """Free a whole parameter after use; `sharded_model.reshard` frees frozen ones as well."""
+    if param.sharded_param.requires_grad:
+        type(param).free_unsharded_param(param)
 
 
 def share_parameters(sharded: ShardedModel) -> SharedParameters | None:

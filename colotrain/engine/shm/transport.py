@@ -99,8 +99,10 @@ def install(sharded: ShardedModel) -> Transport | None:
     if sharded.mesh.size() == 1:
         SingleRankGradients(sharded).install()
     if group.size() == 1:
-        for params in (params for part in sharded.groups for params in part.fsdp_groups):
-            OneRankUnshard(params, move=sharded.plugin.budget is not None).install()
+        move = sharded.plugin.budget is not None
+        for part in sharded.groups:
+            for params in part.fsdp_groups:
+                OneRankUnshard(params, move=move, stays=part.stays_gathered).install()
     if group.size() == 1 or sharded.mesh.device_type != "cpu":
         return None
     channel, reduction, problem = None, None, None
