@@ -92,7 +92,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         "batch",
         f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "
         f"{batch.accumulation_steps} × {batch.data_parallel} {workers}; "
-        f"{batch.tokens_per_step:,} {unit} per step",
+        f"{batch.tokens_per_step:,} {unit} per step{batch.reason and '; '}{batch.reason}",
     )
     if "texts" in document:
         yield "texts", str(DocumentForm(**document["texts"]))

@@ -171,8 +171,9 @@ class Train:
     samples of the next epoch, or they are left out of this epoch."""
     global_batch: int | None = None
     """Samples per step over all ranks."""
-    micro_batch: int | None = None
-    """Samples that one rank feeds forward at once."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Samples that one rank feeds forward at once; auto: the fastest that fits by the plan, while
+    accumulation keeps the global batch; null: from the other three sizes."""
     seed: int = 0
     """Seed of initial weights, sample order and dropout."""
     precision: PrecisionName = "fp32"
@@ -182,9 +183,10 @@ class Train:
     bits instead of 23), which is several times as fast."""
     grad_clip: float | None = 1.0
     """Maximum global gradient norm, by clipping; null turns it off."""
-    activation_checkpointing: Recompute = "none"
+    activation_checkpointing: Recompute | Literal["auto"] = "none"
     """Recompute activations per block in backward (always non-reentrant): all of them (full), or
-    all but the outputs of matrix products, convolutions and attention (selective)."""
+    all but the outputs of matrix products, convolutions and attention (selective); auto: the
+    fastest that fits by the plan."""
     compile: bool = False
     """Compile each block with torch.compile."""
     eval_every: int | str | None = None

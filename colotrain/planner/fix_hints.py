@@ -133,16 +133,21 @@ def changed_plans(
     """Function that plans `config` with changed settings; None where they are refused."""
 
     def changed_plan(changes: Changes) -> RunPlan | None:
-        changed = copy.deepcopy(config)
-        for key, value in changes.items():
-            section, _, name = key.partition(".")
-            changed[section] = {**(changed.get(section) or {}), name: value}
         try:
-            return plan(changed)[0]
+            return plan(with_changes(config, changes))[0]
         except ColotrainError:
             return None
 
     return changed_plan
+
+
+def with_changes(config: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    """A copy of `config` with changed settings."""
+    changed = copy.deepcopy(config)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        changed[section] = {**(changed.get(section) or {}), name: value}
+    return changed
 
 
 def _shown(changes: Changes) -> str:

@@ -21,9 +21,10 @@ from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
 from colotrain.planner.evaluations import num_validation, stop_early_plan
-from colotrain.planner.fix_hints import changed_plans, memory_warnings
+from colotrain.planner.fix_hints import changed_plans, memory_warnings, with_changes
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
+from colotrain.planner.micro_batch import choose
 from colotrain.planner.model import (
     at_peak,
     count,
@@ -96,6 +97,12 @@ def resolve(
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
         raise ConfigError(hinted(problems))
+    again = functools.partial(resolve, surveys=surveys, machine=machine, hints=False)
+    choice = choose(settings, machine, changed_plans(config, again))
+    if choice.changes:
+        config = with_changes(config, choice.changes)
+        settings = read(Config, config, key="", problems=[])
+        assert settings is not None
     settings = with_new_tokens(_with_tokenizer(settings), problems)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     problems += check_epochs(settings)
@@ -119,7 +126,6 @@ def resolve(
     scale = plan_stages(settings, scale, surveyed, find, problems)
     if problems or surveyed is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
-    again = functools.partial(resolve, surveys=surveys, machine=machine, hints=False)
     steps = in_steps(settings, data, global_batch=batch.global_batch, surveys=surveys)
     check_own_functions(settings, data, steps, surveys)
     held = num_validation(settings, data, surveys=surveys)
@@ -127,7 +133,8 @@ def resolve(
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     train = dataclasses.replace(train, ignore_index=study.ignore_index)
     observe = _observe(settings.observe)
-    batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
+    batch_plan = dataclasses.replace(_batch(batch, data), reason=choice.reason)
+    checkpoint = _checkpoint(settings, steps)
     at_most = at_peak(surveyed.divided(scale.mesh.tp), freeze)
     context = PlanningContext(
         scale=scale,

@@ -180,7 +180,7 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
     found = solve(
         Sizes(
             global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
+            micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
             accumulation=None if steps == "auto" else steps,
             procs_per_node=None if procs == "auto" else procs,
             nodes=cluster.nodes,

@@ -187,6 +187,8 @@ class BatchPlan:
     data_parallel: int
     owner: Literal["colotrain"] = "colotrain"
     tokens_per_step: int = 0
+    reason: str = ""
+    """Why the micro-batch and recomputation are these, where `auto` asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
