@@ -251,6 +251,7 @@ def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], 
     """Most bytes that an update brings up to `tier` at once: a group and the prefetched next.
 
     Groups whose parameters are below a GPU are updated on the host, so nothing of them comes up.
+    Beside the others there is a scaled copy of the gradients of the one that is being updated.
     """
     streamed = [
         sum(
@@ -261,7 +262,12 @@ def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], 
         )
         for group, its in zip(groups, placed, strict=True)
     ]
-    return max((a + b for a, b in zip(streamed, [*streamed[1:], 0], strict=True)), default=0)
+    scaled = [
+        group.gradients if any(streamed) and tier == its.parameters == "device" else 0
+        for group, its in zip(groups, placed, strict=True)
+    ]
+    each = zip(streamed, [*streamed[1:], 0], scaled, strict=True)
+    return max(map(sum, each), default=0)
 
 
 def bytes_by_tier(groups: Iterable[GroupBytes], placement: Placement) -> dict[str, dict[str, int]]:
