@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from colotrain.planner.communication import Traffic, traffic
-from colotrain.planner.groups import find
+from colotrain.planner.groups import Group, find
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.spec.pipeline_schedule import pipeline_time
 from colotrain.spec.plan import Prediction
+from colotrain.spec.precisions import PRECISIONS
 from colotrain.spec.survey import Survey, Trace
 
 COMMUNICATION_COSTS = (
@@ -100,10 +101,11 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
     is_cpu = layout.device == "cpu"
     works = [segment.work for segment in trace.segments]
     groups = find(survey, trace, layout).values()
+    moved = num * sum(work.moved_bytes for work in works)
     return {
         "flop_s": num * sum(work.matmul_flops for work in works),
         "attention_flop_s": num * sum(work.attention_flops for work in works),
-        "byte_s": num * sum(work.moved_bytes for work in works),
+        "byte_s": moved + (0 if is_cpu else _cast_bytes(layout, list(groups), sent)),
         "op_s": num * sum(work.num_ops for work in works),
         "repeated_op_s": num * sum(work.num_repeated for work in works),
         "gathered_byte_s": sent.gathered_bytes + (0 if is_cpu else sent.passed_bytes),
@@ -118,6 +120,20 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
         "element_s": sum(group.trained_shard_numel for group in groups),
         "step_s": 1.0,
     }
+
+
+def _cast_bytes(layout: Layout, groups: Sequence[Group], sent: Traffic) -> float:
+    """Bytes that one GPU reads and writes to cast parameters, and to add gradients, in a step.
+
+    With several ranks the cost of collectives includes this. What is frozen is cast once for all.
+    """
+    gathered = sum(group.gathered_bytes for group in groups)
+    if layout.shard > 1 or not PRECISIONS[layout.precision].is_cast or not gathered:
+        return 0.0
+    trained = sum(group.trained_bytes for group in groups)  # in fp32, as they are added
+    uses, steps = sent.gathered_whole / gathered, layout.accumulation_steps
+    cast = 1.5 * trained * uses  # each is read in fp32 and written in half as many bytes
+    return cast + 1.5 * trained * steps + trained * (steps - 1)  # the first sum is not read
 
 
 def _exposed_share(layout: Layout, sent: Traffic) -> float:

@@ -29,7 +29,7 @@ from colotrain.planner.memory import (
     predict,
 )
 from colotrain.planner.model_states import model_state_bytes
-from colotrain.planner.time import step_time
+from colotrain.planner.time import amounts_of, step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
 from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
@@ -580,3 +580,20 @@ def test_advice_never_names_what_does_not_fit() -> None:
 
 def test_a_ledger_adds_up() -> None:
     assert MemoryBreakdown(parameters=1, gradients=2, activations=4, baseline=8).total == 15
+
+
+def test_one_gpu_casts_what_trains_and_adds_its_gradients_in_fp32() -> None:
+    """Counted by hand; with several ranks the cost of collectives includes their copies."""
+    found, looked = traced(), looked_at("blocks.0.*")
+    asked = dataclasses.replace(layout("zero1", 1), device="cuda", accumulation_steps=2)
+    in_bf16 = dataclasses.replace(asked, precision="bf16")
+    trained = sum(p.numel for p in looked.parameters if p.frozen_by is None)
+
+    def moved(of: Layout) -> float:
+        return amounts_of(of, looked, found)["byte_s"]
+
+    cast = 4 + 2  # read in fp32, written in bf16, once for both micro-batches
+    gradients = 2 * (2 + 4) + 4  # read in bf16, written in fp32; the first sum is read once more
+    assert moved(in_bf16) - moved(asked) == pytest.approx((cast + gradients) * trained)
+    shared = dataclasses.replace(in_bf16, shard=2)
+    assert moved(shared) == moved(asked)
