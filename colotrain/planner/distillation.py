@@ -8,7 +8,7 @@ from pathlib import Path
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.planner.gpu_margin import gpu_margin_bytes
+from colotrain.planner.gpu_margin import gpu_margin_bytes, workspace_bytes
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, around
 from colotrain.planner.model_states import model_state_bytes
@@ -109,7 +109,7 @@ def memory_of_pass(
     rows = kept_bytes(distill, num_samples=-(-num_samples // ranks), seq_len=seq_len)
     asked = {"activations": 0 if trace is None else _most_alive(trace), "buffers": rows}
     if on_gpu:
-        asked["buffers"] = 0
+        asked["buffers"] = workspace_bytes(layout, handles=1)  # forward alone
     elif (files := _stored_bytes(distill)) > sum(asked.values()):  # while the weights are read
         asked = {"activations": 0, "buffers": files}
     breakdown = MemoryBreakdown(parameters=weights, baseline=layout.baseline, **asked)

@@ -18,9 +18,18 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, around
 from colotrain.records import to_plain
 from colotrain.rundir import write_atomically
+from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.offload import Budget
+from colotrain.spec.plan import DataPlan, ModelPlan, TrainPlan
 from colotrain.spec.survey import Survey, Trace
 
+LENGTHS = (
+    *("max_steps", "seed", "eval_every", "stop_early", "epochs", "epoch_steps", "num_validation"),
+    *("on_nonfinite", "max_rollbacks", "last_batch", "profile", "precision"),
+)
+"""Settings under `train` that a peak does not depend on, or that its layout has already."""
+SAMPLES = ("target", "args", "seq_len", "pairs", "masked", "isolate", "marks_padding", "collate")
+"""Settings under `data` that samples' shapes depend on."""
 RANGE = 0.05
 """Share by which peaks of equal runs differ at most."""
 
@@ -31,11 +40,23 @@ def shape_of(
     trace: Trace | None,
     budget: Budget | None,
     before: Estimate | None = None,
+    *,
+    model: ModelPlan,
+    data: DataPlan,
+    train: TrainPlan,
+    mesh: MeshPlan,
 ) -> str:
-    """Digest of everything in a plan that its peak depends on."""
+    """Digest of everything in a plan that its peak depends on, also where it could not be traced.
+
+    Of the allocations in a trace their order counts, too.
+    """
     micro_batch = None if trace is None else (trace.storages, trace.input_bytes, trace.buffer_bytes)
     tiers = None if budget is None else (budget.device_bytes, budget.host_bytes)
-    about = [to_plain(layout), to_plain(survey.parameters), micro_batch, tiers]
+    order = [(s.phase, s.block, s.events) for s in trace.segments] if trace else None
+    settings = {name: value for name, value in to_plain(train).items() if name not in LENGTHS}
+    samples = {name: value for name, value in to_plain(data).items() if name in SAMPLES}
+    about = [to_plain(layout), to_plain(survey.parameters), micro_batch, order, tiers]
+    about += [to_plain(mesh), to_plain(model), samples, settings]
     if before is not None:
         about.append(to_plain(before.breakdown))
     known = json.dumps([*about, metadata.version("torch")], sort_keys=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from colotrain.planner.allocations import RANGE, AllocationCounter
-from colotrain.planner.gpu_margin import gpu_margin_bytes
+from colotrain.planner.gpu_margin import gpu_margin_bytes, workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
 from colotrain.planner.model_states import Transient, model_state_bytes
@@ -41,7 +41,8 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
     are left out of the breakdown, and the range's upper end is twice its lower end.
     """
     if trace is None:
-        breakdown = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
+        rest = {"baseline": layout.baseline, "buffers": workspace_bytes(layout)}
+        breakdown = dataclasses.replace(model_state_bytes(layout, survey), **rest)
         total = breakdown.total
         return Estimate(breakdown=breakdown, peak=PeakRange(exact=total, low=total, high=2 * total))
     allocations = AllocationCounter(on_cpu=layout.device == "cpu")
@@ -112,8 +113,7 @@ class _StepSimulation:
         below: Collection[str] = (),
     ) -> None:
         self.keeps_states, self.below = keeps_states, below
-        self.adds = False
-        """Whether the micro-batch adds to the gradients of an earlier one."""
+        self.adds = False  # whether the micro-batch adds to the gradients of an earlier one
         self.layout, self.survey, self.trace, self.allocations = layout, survey, trace, allocations
         self.groups = find(survey, trace, layout)
         self.root = self.groups[""]
@@ -133,9 +133,8 @@ class _StepSimulation:
         self.count = 0
 
     def run(self) -> None:
-        self.build()
-        for _ in range(2):
-            self.step()
+        for simulate in (self.build, self.step, self.step):
+            simulate()
 
     def build(self) -> None:
         """Allocate what lasts; models that cannot be built on the meta device begin unsharded."""
@@ -143,6 +142,7 @@ class _StepSimulation:
             self._build_states()
         self.allocations.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
         self.allocations.begin("shared", "buffers", self.shared_bytes(), lasts=True)
+        self.allocations.begin("cuBLAS", "buffers", workspace_bytes(self.layout), lasts=True)
         waiting = (self.layout.in_flight - 1) * (self.trace.kept_bytes + self.trace.input_bytes)
         self.allocations.begin("in flight", "activations", waiting, lasts=True)
 

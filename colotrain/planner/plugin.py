@@ -31,7 +31,15 @@ from colotrain.spec.memory import Verdict
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
-from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan, RunPlan, TrainPlan
+from colotrain.spec.plan import (
+    BatchPlan,
+    DataPlan,
+    ModelPlan,
+    OptimPlan,
+    PluginPlan,
+    RunPlan,
+    TrainPlan,
+)
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
 from colotrain.spec.precisions import PRECISIONS
 from colotrain.spec.quantities import format_seconds, format_size
@@ -53,6 +61,8 @@ class PlanningContext:
     """Planned peak of a rank of each stage; empty where there is one."""
     sent_by_stages: tuple[int, ...] = ()
     """Bytes of activations and gradients that a rank of each stage sends to others in a step."""
+    model: ModelPlan
+    data: DataPlan
     batch: BatchPlan
     train: TrainPlan
     optim: OptimPlan
@@ -100,7 +110,17 @@ class PlanningContext:
         layout, search_space = self.layout(plugin), self.search_space
         trace = search_space.traces(self.train.activation_checkpointing, layout.micro_batch)
         before = search_space.before(layout) if search_space.before else None
-        return measured_peaks.shape_of(layout, search_space.survey, trace, plugin.budget, before)
+        return measured_peaks.shape_of(
+            layout,
+            search_space.survey,
+            trace,
+            plugin.budget,
+            before,
+            model=self.model,
+            data=self.data,
+            train=self.train,
+            mesh=self.scale.mesh,
+        )
 
     def plan_plugin(
         self, name: str, asked: Plugin | None = None, *, reason: str = ""

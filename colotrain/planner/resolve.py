@@ -151,6 +151,8 @@ def resolve(
             data_parallel=batch.world,
             before=pass_before(model, at_most, data, train, scale, batch_plan, surveys),
         ),
+        model=model,
+        data=data,
         batch=batch_plan,
         train=train,
         optim=optim,

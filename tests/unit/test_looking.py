@@ -15,6 +15,7 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.planner import cache
 from colotrain.planner.dependencies import Dependencies, record_dependencies
 from colotrain.records import from_plain, to_plain
+from colotrain.runs.resolving import resolve_config
 from colotrain.spec.plan import ModelPlan
 
 LOOKER = """
@@ -292,6 +293,28 @@ class Model(nn.Module):
 def rows():
     return [{"x": torch.ones(3)} for _ in range(8)]
 """
+
+
+def test_a_measured_peak_is_of_one_plan_also_where_no_forward_can_be_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    Path("values_peaks.py").write_text(LOOKING_AT_VALUES)
+    plan = ["model.target=values_peaks:Model", "model.args.how=item", "plugin=zero1"]
+    plan += ["cluster.procs_per_node=1", "data.target=values_peaks:rows", "train.max_steps=8"]
+
+    def shape(*changed: str) -> str:
+        return resolve_config([*plan, "train.global_batch=4", *changed]).plan.memory_shape
+
+    memory = (
+        *("train.activation_checkpointing=full", "train.compile=true", "train.precision=bf16"),
+        *("train.micro_batch=2", "plugin=zero3", "data.seq_len=7", "model.args.how=branch"),
+        *("optim.name=sgd", "observe.grads_every=1"),
+    )
+    shapes = [shape(), *(shape(change) for change in memory)]
+    assert len(set(shapes)) == len(shapes)
+    assert shape("train.max_steps=6", "train.seed=3") == shapes[0]
 
 
 @pytest.mark.parametrize(("how", "line"), [("item", 13), ("branch", 15), ("shape", 17)])

@@ -68,7 +68,7 @@ def test_only_the_weights_are_certain(tmp_path: Path) -> None:
     assert found.breakdown.total > found.peak.exact + rows
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))  # mapped while it is read
     assert estimate(tmp_path).breakdown.buffers == 1 << 20
-    assert estimate(tmp_path, device="cuda").breakdown.buffers == 0
+    assert estimate(tmp_path, device="cuda").breakdown.buffers == 32 << 20  # cuBLAS
 
 
 @pytest.mark.parametrize(("capacity", "verdict"), [(0.99, "no"), (1.01, "tight"), (1e3, "yes")])
