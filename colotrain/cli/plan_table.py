@@ -115,7 +115,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     yield from (("" if n else "data", part["text"]) for n, part in enumerate(document["data"]))
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
-        yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
+        yield "time", speed + (f", MFU {plan.time.mfu:.1%}" if plan.time.mfu else "")
     yield "evaluations", _evaluations(plan, document)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
     yield "copies", _memory_copies(plan)
@@ -300,7 +300,7 @@ def _option_cells(row: dict[str, Any], axes: list[str]) -> list[str]:
         format_size(row["memory"]["peak"]),
         format_seconds(time["step_s"]) if known else "-",
         f"{time['tokens_per_s']:,.0f}" if known else "-",
-        f"{time['mfu']:.1%}" if known else "-",
+        f"{time['mfu']:.1%}" if time["mfu"] else "-",
     ]
 
 
@@ -336,9 +336,9 @@ def print_comparison(
     if first["time"]["step_s"] and second["time"]["step_s"]:
         table.add_row("step", *(format_seconds(d["time"]["step_s"]) for d in documents))
         units = dict.fromkeys(f"{d['batch']['unit']}/s" for d in documents)
-        speeds = (f"{d['time']['tokens_per_s']:,.0f}" for d in documents)
-        table.add_row(" or ".join(units), *speeds)
-        table.add_row("MFU", *(f"{d['time']['mfu']:.1%}" for d in documents))
+        table.add_row(" or ".join(units), *(f"{d['time']['tokens_per_s']:,.0f}" for d in documents))
+        shares = [d["time"]["mfu"] for d in documents]
+        table.add_row("MFU", *(f"{share:.1%}" if share else "-" for share in shares))
     console.print(table)
 
 

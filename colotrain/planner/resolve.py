@@ -145,7 +145,9 @@ def resolve(
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
             tokens_per_step=batch_plan.tokens_per_step,
-            tokens_per_count=tokens_per_count(pairs=data.pairs, seq_len=data.seq_len),
+            tokens_per_count=tokens_per_count(
+                pairs=data.pairs, seq_len=data.seq_len, of_samples=data.source == "target"
+            ),
             world_size=scale.world,
             mesh=scale.mesh,
             data_parallel=batch.world,

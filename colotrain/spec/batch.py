@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from colotrain.errors import Problem
 
 
-def tokens_per_count(*, pairs: bool, seq_len: int) -> int:
-    """Tokens that a model computes for one that is counted; a preference pair has two answers."""
+def tokens_per_count(*, pairs: bool, seq_len: int, of_samples: bool = False) -> int:
+    """Tokens that a model computes for one that is counted; a preference pair has two answers.
+
+    0: not known, because samples of the user's own dataset are counted.
+    """
+    if of_samples:
+        return 0
     return 2 * seq_len if pairs else 1
 
 

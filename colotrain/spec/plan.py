@@ -318,6 +318,7 @@ class Prediction:
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float = 0.0
+    """Model FLOPs utilization; 0: not known, as of samples of the user's own dataset."""
     waits: tuple[float, ...] = ()
     """Share of a step for which a rank of each pipeline stage waits for others."""
 

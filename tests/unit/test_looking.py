@@ -315,6 +315,8 @@ def test_a_measured_peak_is_of_one_plan_also_where_no_forward_can_be_traced(
     shapes = [shape(), *(shape(change) for change in memory)]
     assert len(set(shapes)) == len(shapes)
     assert shape("train.max_steps=6", "train.seed=3") == shapes[0]
+    traced = resolve_config([*plan, "train.global_batch=4", "model.args.how=all"]).plan.time
+    assert traced.step_s > 0 == traced.mfu  # samples are counted, no tokens
 
 
 @pytest.mark.parametrize(("how", "line"), [("item", 13), ("branch", 15), ("shape", 17)])
