@@ -17,8 +17,9 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-WARM_UP = 4
-"""Steps that are not timed: compiling, the first allocations, gemini's settling."""
+TIMED = slice(3, 9)
+"""Steps between whose ends time is taken: after compiling, the first allocations and gemini's
+settling; before the record of gradients at step 10, and a trace."""
 PEAK_FLOPS = 989e12
 """Of an H100 SXM in bf16, which MFU is a share of."""
 LAPS = ("data_s", "compute_s", "reduce_s", "optimizer_s")
@@ -90,7 +91,7 @@ def timed_steps(device: str) -> list[Timed]:
 
     full = "train.activation_checkpointing=full"
     plain("plain", expected_s=14)
-    train("1b", *ONE_B, "plugin=zero1", "train.profile.steps=[11,12]", expected_s=26)
+    train("1b", *ONE_B, "plugin=zero1", "train.profile.steps=[13,14]", expected_s=26)
     plain("plain compiled", "--compile", expected_s=45)
     train("1b compiled", *ONE_B, "plugin=zero1", "train.compile=true", expected_s=45)
     words = ("plugin=gemini", "train.max_steps=8")
@@ -128,7 +129,7 @@ def read_timed(name: str, folder: Path) -> dict[str, Any]:
     path = folder / "runs" / name.replace(" ", "-")
     seen = EventReader(RunDir(path)).drain()
     steps = [e for e in seen if e.kind == "step" and e.rank == 0]
-    timed = steps[WARM_UP:]
+    timed = steps[TIMED]
     gap = median(b.t - a.t for a, b in pairwise(timed)) if len(timed) > 1 else float("nan")
     tokens = timed[-1].fields["tokens"] if timed else 0
     plan = json.loads((path / "plan.json").read_text())

@@ -38,7 +38,8 @@ def choose(
 
     Of each kind of recomputation the largest micro-batch that fits is planned, for a larger one is
     never slower. A plan surely fits if the upper end of its peak's range does. Offloading is no
-    choice of this search. Where nothing surely fits it takes what needs least.
+    choice of this search. Where nothing surely fits, or the memory of a rank is not known, it takes
+    what needs least.
     """
     train = settings.train
     asked = {SIZE: train.micro_batch, WAY: train.activation_checkpointing}
@@ -64,7 +65,7 @@ def choose(
             break  # to recompute more is never faster
     if not fitting:
         least: dict[str, Any] = {SIZE: sizes[-1], WAY: ways[-1]}
-        return Choice(least, _chosen(least, asks, "nothing surely fits; this needs least"))
+        return Choice(least, _chosen(least, asks, "nothing is known to fit; this needs least"))
     timed = all(plan.time.step_s for plan, _ in fitting)
     best, changes = min(fitting, key=lambda f: f[0].time.step_s) if timed else fitting[0]
     why = "the largest that surely fits with the least recomputation"
@@ -86,7 +87,8 @@ def _sizes(settings: Config, machine: Machine) -> Iterator[int]:
 
 def _surely_fits(plan: RunPlan, settings: Config) -> bool:
     lowers = ROWS[plan.plugin.name].packed and settings.plugin.name == "auto"
-    return plan.peak.verdict(plan.cluster.memory_bytes) == "yes" and not lowers
+    memory = plan.cluster.memory_bytes
+    return memory > 0 and plan.peak.verdict(memory) == "yes" and not lowers
 
 
 def _chosen(changes: dict[str, Any], asks: set[str], why: str) -> str:
