@@ -95,6 +95,7 @@ class Ranks:
             "PYTHONPATH": paths,
             "MASTER_ADDR": "127.0.0.1",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "CUBLAS_WORKSPACE_CONFIG": ":0:0",  # the device has no cuBLAS
         }
         self.processes = [self._begin(rank, os.environ | common) for rank in range(ranks)]
 

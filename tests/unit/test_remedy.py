@@ -100,7 +100,7 @@ def divisible(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
 
 
 def test_ranks_that_divide_matrices_are_named_where_nothing_else_helps() -> None:
-    machine, own = replace(SERVER, device_memory_bytes=2 << 30), ("plugin.name", "zero3")
+    machine, own = replace(SERVER, device_memory_bytes=2200 << 20), ("plugin.name", "zero3")
     plan, context = resolve(with_values(own), survey=divisible, machine=machine)
     hints = fix_hints(context, plan)
     (changes,) = settings_of(hints.partition("(accumulation")[0])
