@@ -186,7 +186,8 @@ def main() -> int:
     known = small | {step.name for step in steps} | {"ceilings"}
     if only - known:
         names = ", ".join(sorted(known))
-        print(f"error: --only {sorted(only - known)}: expected of: {names}", file=sys.stderr)
+        unknown = ", ".join(sorted(only - known))
+        print(f"error: --only {unknown}: expected of: {names}", file=sys.stderr)
         return 2
     folder, out = asked.work.resolve(), asked.out.resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -216,7 +217,7 @@ def main() -> int:
             row.setdefault("failed", f"not read: {type(error).__name__}: {error}")
         results.add(step.name, {"seconds": time.monotonic() - began} | row)
     write_errors(folder, out)
-    print("failed: " + " ".join(f'"{name}"' for name in results.failed), flush=True)
+    print("failed:", " ".join(f'"{name}"' for name in results.failed) or "none", flush=True)
     return 1 if results.failed else 0
 
 

@@ -38,8 +38,8 @@ def choose(
 
     Of each kind of recomputation the largest micro-batch that fits is planned, for a larger one is
     never slower. A plan surely fits if the upper end of its peak's range does. Offloading is no
-    choice of this search. Where nothing surely fits, or the memory of a rank is not known, it takes
-    what needs least.
+    choice of this search. Where nothing surely fits, or the memory of a rank or the activations are
+    not known, it takes what needs least.
     """
     train = settings.train
     asked = {SIZE: train.micro_batch, WAY: train.activation_checkpointing}
@@ -53,18 +53,20 @@ def choose(
         asks -= {SIZE}  # the other sizes say it
     ways = RECOMPUTE if WAY in asks else (train.activation_checkpointing,)
     fitting: list[tuple[RunPlan, dict[str, Any]]] = []
+    least: dict[str, Any] = {SIZE: sizes[-1], WAY: ways[-1]}
     for way in ways:
         for size in sizes:
             made = changed_plan(changes := {SIZE: size, WAY: way})
             if made is None and settings.mesh.pp == 1:
                 break  # refused, of whatever size
+            if made is not None:
+                least[WAY] = way
             if made is not None and _surely_fits(made, settings):
                 fitting.append((made, changes))
                 break
         if fitting and fitting[0][1] == {SIZE: sizes[0], WAY: ways[0]}:
             break  # to recompute more is never faster
     if not fitting:
-        least: dict[str, Any] = {SIZE: sizes[-1], WAY: ways[-1]}
         return Choice(least, _chosen(least, asks, "nothing is known to fit; this needs least"))
     timed = all(plan.time.step_s for plan, _ in fitting)
     best, changes = min(fitting, key=lambda f: f[0].time.step_s) if timed else fitting[0]
@@ -75,20 +77,21 @@ def choose(
 
 
 def _sizes(settings: Config, machine: Machine) -> Iterator[int]:
-    """Powers of two that divide a rank's part of the global batch, the largest first."""
+    """Divisors of a rank's part of the global batch, the largest first."""
     single = dataclasses.replace(settings.train, micro_batch=1)
     scale, batch = scale_out(dataclasses.replace(settings, train=single), machine, [])
     share = batch.global_batch // batch.world if batch else 1
     most = max(1, MOST_TOKENS[scale.device] // settings.data.seq_len) if batch else 1
-    for exponent in range(most.bit_length() - 1, -1, -1):
-        if share % (1 << exponent) == 0:
-            yield 1 << exponent
+    for size in range(min(share, most), 0, -1):
+        if share % size == 0:
+            yield size
 
 
 def _surely_fits(plan: RunPlan, settings: Config) -> bool:
     lowers = ROWS[plan.plugin.name].packed and settings.plugin.name == "auto"
     memory = plan.cluster.memory_bytes
-    return memory > 0 and plan.peak.verdict(memory) == "yes" and not lowers
+    known = memory > 0 and plan.memory.activations > 0
+    return known and plan.peak.verdict(memory) == "yes" and not lowers
 
 
 def _chosen(changes: dict[str, Any], asks: set[str], why: str) -> str:

@@ -176,6 +176,10 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
     sized = ("train.global_batch", "train.micro_batch", "accumulate", "cluster", "mesh")
     if touches(problems, sized):
         return None
+    if train.micro_batch == "auto" and train.global_batch is None:
+        expected = "a size, of which train.micro_batch=auto takes a part"
+        problems.append(Problem(key="train.global_batch", value=None, expected=expected))
+        return None
     mesh, procs = mesh_of(settings), cluster.procs_per_node
     found = solve(
         Sizes(

@@ -30,23 +30,23 @@ def planned(*words: str) -> RunPlan:
 
 def test_what_fits_whole_recomputes_nothing_with_the_largest_micro_batch() -> None:
     plan = planned(*ASKED)
-    assert (plan.batch.micro_batch, plan.train.activation_checkpointing) == (16, "none")
+    assert (plan.batch.micro_batch, plan.train.activation_checkpointing) == (24, "none")
     assert plan.batch.accumulation_steps * plan.batch.micro_batch == 48, "32 do not divide it"
     assert plan.batch.reason.startswith(
-        "train.micro_batch=16 and train.activation_checkpointing=none: the fastest that surely"
+        "train.micro_batch=24 and train.activation_checkpointing=none: the fastest that surely"
     )
 
 
 def test_with_less_memory_it_is_the_fastest_of_all_that_surely_fit() -> None:
     """The reference plans every micro-batch with each recomputation."""
     least = planned("train.micro_batch=1", "train.activation_checkpointing=full")
-    most = planned("train.micro_batch=16", "train.activation_checkpointing=none")
+    most = planned("train.micro_batch=24", "train.activation_checkpointing=none")
     memory = (2 * least.peak.high + most.peak.high) // 3
     room = f"cluster.memory={memory}"
     chosen = planned(*ASKED, room)
     every = [
         planned(f"train.micro_batch={size}", f"train.activation_checkpointing={way}", room)
-        for size in (1, 4, 8, 16)
+        for size in (1, 4, 8, 12, 16, 24)
         for way in ("none", "selective", "full")
     ]
     fitting = [plan for plan in every if plan.peak.high <= memory]
@@ -60,7 +60,7 @@ def test_one_of_the_two_alone_is_chosen_beside_the_other() -> None:
     assert (plan.batch.micro_batch, plan.train.activation_checkpointing) == (4, "none")
     assert "micro_batch" not in plan.batch.reason
     plan = planned("train.micro_batch=auto", "train.activation_checkpointing=full")
-    assert (plan.batch.micro_batch, plan.train.activation_checkpointing) == (16, "full")
+    assert (plan.batch.micro_batch, plan.train.activation_checkpointing) == (24, "full")
     plan = planned(*ASKED, "accumulate.steps=8")
     assert plan.batch.micro_batch == 6, "the other sizes say it"
 
@@ -80,3 +80,22 @@ def test_where_nothing_fits_it_plans_what_needs_least(capsys: Any) -> None:
     assert guarded(["plan", *SMALL, *ASKED, "cluster.memory=800MiB", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert (document["batch"]["micro"], document["activation_checkpointing"]) == (1, "full")
+
+
+def test_where_activations_are_not_known_nothing_surely_fits(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that reads its values cannot be followed without them."""
+    source = (
+        "from colotrain.models.llm import LLM\n"
+        "class Looks(LLM):\n"
+        "    def forward(self, input_ids, labels=None):\n"
+        "        assert self.head.weight.abs().sum().item() > 0\n"
+        "        return super().forward(input_ids, labels)\n"
+    )
+    (tmp_path / "looks.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = planned(*ASKED, "model.target=looks:Looks")
+    assert plan.memory.activations == 0
+    assert (plan.batch.micro_batch, plan.train.activation_checkpointing) == (1, "full")
+    assert "known to fit" in plan.batch.reason
