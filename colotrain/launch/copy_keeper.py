@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colotrain import host
-from colotrain.connections import accept_all, read, receive_file, send, send_file, welcome
+from colotrain.connections import Link, Service
 from colotrain.launch.memory_files import COPIES, MemoryFiles
-from colotrain.spec.elastic import COPY_STALL_S
+from colotrain.spec.elastic import COPY_SERVICE, COPY_STALL_S
 
 SHARE_OF_FREE_MEMORY = 0.9
 
@@ -45,13 +45,13 @@ class CopyKeeper:
         self.listener, self.secret, self.files = listener, secret, files
         self.port: int = listener.getsockname()[1]
         self.kept: dict[int, _Kept] = {}
-        self.senders = set[socket.socket]()
+        self.senders = set[Link]()
         self._lock = threading.Lock()
-        accept_all(self.listener, self._serve, name="copy-keeper")
+        self._service = Service(listener, self._serve, secret=secret, name=COPY_SERVICE)
 
     def close(self) -> None:
         """Stop listening, and free the files into which nothing is being received."""
-        self.listener.close()
+        self._service.close()
         with self._lock:
             for kept in self.kept.values():
                 # never released, so that nothing more is kept
@@ -64,9 +64,8 @@ class CopyKeeper:
         with self._lock:
             senders, self.senders = self.senders, set()
             everything = list(self.kept.values())
-        for connection in senders:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for link in senders:
+            link.cut()
         for kept in everything:
             if kept.lock.acquire(timeout=COPY_STALL_S):
                 kept.lock.release()
@@ -76,25 +75,22 @@ class CopyKeeper:
         with self._lock:
             return tuple(handle for kept in self.kept.values() for handle in kept.handles)
 
-    def _serve(self, connection: socket.socket) -> None:
-        gone = (OSError, ValueError, LookupError, TypeError, RecursionError)
-        with contextlib.suppress(*gone), connection, connection.makefile("rwb") as stream:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.settimeout(COPY_STALL_S)
-            hello = welcome(stream, self.secret())
-            serve: Callable[[Any, dict[str, Any]], None] = self._answer
+    def _serve(self, link: Link) -> None:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            hello = link.read(within_s=COPY_STALL_S)
+            if hello["to"] != f"{link.own_address}:{self.port}":
+                return  # somebody on the way sent it here
+            serve: Callable[[Link, dict[str, Any]], None] = self._answer
             if "rank" in hello:
                 with self._lock:
-                    self.senders.add(connection)
+                    self.senders.add(link)
                     kept = self.kept.setdefault(int(hello["rank"]), _Kept())
-                serve = lambda stream, header: self._keep(stream, kept, header)  # noqa: E731
+                serve = lambda link, header: self._keep(link, kept, header)  # noqa: E731
             while True:
-                connection.settimeout(None)  # steps may take hours
-                asked = read(stream)
-                connection.settimeout(COPY_STALL_S)
-                serve(stream, asked)
+                link.wait()  # steps may take hours
+                serve(link, link.read(within_s=COPY_STALL_S))
 
-    def _keep(self, stream: Any, kept: _Kept, header: dict[str, Any]) -> None:
+    def _keep(self, link: Link, kept: _Kept, header: dict[str, Any]) -> None:
         """Receive a copy in place of one that is older or void."""
         number, num_bytes = int(header["number"]), int(header["bytes"])
         with kept.lock:
@@ -104,21 +100,23 @@ class CopyKeeper:
             slot = next(i for i, other in enumerate(kept.numbers) if other != header["beside"])
             more = num_bytes - os.fstat(kept.handles[slot]).st_size
             if more > SHARE_OF_FREE_MEMORY * host.free_bytes():
-                send(stream, {"refused": f"its node has no {num_bytes >> 20} MiB free"})
+                refused = f"its node has no {num_bytes >> 20} MiB free"
+                link.send({"refused": refused}, within_s=COPY_STALL_S)
                 return
-            send(stream, {"refused": ""})
-            receive_file(stream, kept.handles[slot], num_bytes)
+            link.send({"refused": ""}, within_s=COPY_STALL_S)
+            link.receive_file(kept.handles[slot], num_bytes, stall_s=COPY_STALL_S)
             kept.numbers[slot] = number
-            send(stream, {"kept": number})
+            link.send({"kept": number}, within_s=COPY_STALL_S)
 
-    def _answer(self, stream: Any, asked: dict[str, Any]) -> None:
+    def _answer(self, link: Link, asked: dict[str, Any]) -> None:
         """Send a part of a file, or free copies that are of no use any more."""
         if "free_before" in asked:
             self._free(int(asked["free_before"]))
-            send(stream, {"freed": True})
+            link.send({"freed": True}, within_s=COPY_STALL_S)
             return
+        num_bytes, start = int(asked["bytes"]), int(asked["start"])
         with self._readable(int(asked["file"])) as handle:
-            send_file(stream, handle, int(asked["bytes"]), start=int(asked["start"]))
+            link.send_file(handle, num_bytes, start=start, stall_s=COPY_STALL_S)
 
     def _free(self, number: int) -> None:
         """Free the files of ranks of whom no copy is of this number or a later one."""

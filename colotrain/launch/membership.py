@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from io import BufferedRWPair
 from typing import Any
 
-from colotrain.connections import proof, read, send
+from colotrain.connections import Link, StrangerError, connect
 from colotrain.launch.node_registry import (
     RETURN_S,
+    SERVICE,
     SILENT_S,
     Left,
     NodeInfo,
@@ -24,7 +26,6 @@ from colotrain.launch.node_registry import (
     RendezvousError,
     Stopped,
     is_loopback,
-    plain_address,
 )
 from colotrain.launch.timeouts import POLL_S, AwakeTimeout, wait_readable
 
@@ -47,6 +48,10 @@ class Round:
     nodes: tuple[int, ...]
     address: str
     port: int
+    key: str
+    """Secret of the round's launchers and ranks."""
+    keepers: tuple[str, ...] = ("",)
+    """Address of each node's `CopyKeeper`; empty where there is none."""
 
 
 def _silent(text: str) -> None: ...
@@ -61,7 +66,8 @@ class SingleNode:
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
         self.rounds += 1
         port = self.open_store()
-        return Round(number=self.rounds, nodes=(0,), address="127.0.0.1", port=port)
+        key = secrets.token_hex(32)
+        return Round(number=self.rounds, nodes=(0,), address="127.0.0.1", port=port, key=key)
 
     def regroup(self) -> str:
         return ""
@@ -82,19 +88,21 @@ class Membership:
         *,
         secret: Callable[[], str],
         lost_s: float,
+        keeper_port: int = 0,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`secret` reads the secret from the run's folder. `lost_s` is how many seconds the head
-        may be out of reach. `stop` ends the wait for a round with `Stopped`."""
+        may be out of reach. `keeper_port` is that of this launcher's `CopyKeeper`. `stop` ends the
+        wait for a round with `Stopped`."""
         self.head, self.info, self.secret, self.lost_s = head, info, secret, lost_s
-        self.stop = stop
+        self.stop, self.keeper_port = stop, keeper_port
         self.waits, self.round = False, 0
         """Whether the node waits for a round, and the number of its last round."""
         self.state: dict[str, Any] = {}
         self.error: RendezvousError | None = None
         self.trouble = ""
         """Error of the last attempt to reach the head."""
-        self.address = self.own_address = ""
+        self.address = ""
         self._cause, self._ending, self._arrived = "", False, False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._keep_connected, name="membership", daemon=True)
@@ -125,8 +133,14 @@ class Membership:
         if told:
             say("no longer spare: trains in the place of a node that was lost or left")
         nodes = tuple(int(node) for node in state["nodes"])
-        address = plain_address(str(state["address"])) or self._address_of_head()
-        return Round(number=self.round, nodes=nodes, address=address, port=int(state["port"]))
+        return Round(
+            number=self.round,
+            nodes=nodes,
+            address=str(state["address"]) or self._address_of_head(),
+            port=int(state["port"]),
+            key=str(state["key"]),
+            keepers=tuple(str(keeper) for keeper in state["keepers"]),
+        )
 
     def _address_of_head(self) -> str:
         return "127.0.0.1" if is_loopback(self.head[0]) else self.address or self.head[0]
@@ -185,14 +199,12 @@ class Membership:
         since: float | None = None
         while not self._ending and self.error is None:
             try:
-                with socket.create_connection(self.head, timeout=SILENT_S) as connection:
-                    self.address = plain_address(connection.getpeername()[0])
-                    self.own_address = plain_address(connection.getsockname()[0])
-                    with connection.makefile("rwb") as stream:
-                        self._introduce(stream)
-                        since, self._arrived, self.trouble = None, True, ""
-                        self._report(connection, stream)
-                        return
+                with contextlib.closing(self._connect()) as link:
+                    self.address = link.peer_address
+                    self._introduce(link)
+                    since, self._arrived, self.trouble = None, True, ""
+                    self._report(link)
+                    return
             except RendezvousError as error:
                 self._fail(error)
             except (OSError, ValueError, KeyError) as error:
@@ -223,10 +235,18 @@ class Membership:
             self.error = error
             self._changed.notify_all()
 
-    def _introduce(self, stream: BufferedRWPair) -> None:
-        nonce = str(read(stream)["nonce"])
-        send(stream, asdict(self.info) | {"proof": proof(self.secret(), nonce)})
-        answer = read(stream)
+    def _connect(self) -> Link:
+        secret = self.secret()
+        try:
+            return connect(self.head, secret=secret, service=SERVICE, within_s=SILENT_S)
+        except StrangerError as error:
+            what = "it does not see what node 0 writes: both need one shared folder ./runs"
+            raise _NotYet(what) from error
+
+    def _introduce(self, link: Link) -> None:
+        keeper = f"{link.own_address}:{self.keeper_port}" if self.keeper_port else ""
+        link.send(asdict(self.info) | {"keeper": keeper}, within_s=SILENT_S)
+        answer = link.read(within_s=SILENT_S)
         if answer.get("left"):
             raise Left(str(answer["refused"]))
         if answer["refused"] and answer["final"]:
@@ -234,20 +254,20 @@ class Membership:
         if answer["refused"]:
             raise _NotYet(str(answer["refused"]))
 
-    def _report(self, connection: socket.socket, stream: BufferedRWPair) -> None:
+    def _report(self, link: Link) -> None:
         while True:
             with self._changed:
                 ending, cause = self._ending, self._cause
                 report: dict[str, Any] = {"round": self.round, "waits": self.waits}
             if ending and cause:
-                send(stream, report | {"close": cause})
-                read(stream)
+                link.send(report | {"close": cause}, within_s=SILENT_S)
+                link.read(within_s=SILENT_S)
             if ending:
-                send(stream, {"leave": True})
+                link.send({"leave": True}, within_s=SILENT_S)
                 return
-            send(stream, report)
-            wait_readable(connection, SILENT_S)
-            state = read(stream)
+            link.send(report, within_s=SILENT_S)
+            wait_readable(link, SILENT_S)
+            state = link.read(within_s=SILENT_S)
             with self._changed:
                 if self.waits == report["waits"]:
                     self._take(state)

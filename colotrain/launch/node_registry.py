@@ -5,22 +5,22 @@ second in lines of JSON; the answer is the state of the rendezvous. The head mea
 own clock, so clocks may differ; time in which the head itself was suspended (by SLURM) does not
 count as silence. A round is one attempt: the nodes in it, in the order of their ranks
 (`launch.places`). Nodes for which a round has no place are spare: they wait until one is free. A
-node proves that it sees the run's folder by a secret stored there, which also keeps strangers out.
-Nothing received is unpickled.
+node and the head prove to one another that they see the run's folder by a secret stored there,
+which also keeps strangers out (`connections`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BufferedRWPair
 from typing import Any
 
-from colotrain.connections import StrangerError, accept_all, read, send, welcome
+from colotrain.connections import Link, Service
 from colotrain.launch.places import next_nodes
 from colotrain.launch.timeouts import wait_readable
 
@@ -32,6 +32,7 @@ RETURN_S = 3.0
 """Seconds within which a node whose connection broke may reconnect without being lost."""
 GOODBYE_S = 10.0
 """Seconds that the head waits at the end for the other nodes to leave."""
+SERVICE, LOOPBACK = "registry", "127.0.0.1"
 
 
 class RendezvousError(RuntimeError):
@@ -95,6 +96,8 @@ class _Member:
     info: NodeInfo
     address: str
     """Address by which the node reaches the head."""
+    keeper: str
+    """HOST:PORT of the launcher's `CopyKeeper`; empty where it has none."""
     waits: bool = False
     """Whether the node waits for the next round; otherwise it is in one."""
 
@@ -144,9 +147,11 @@ class NodeRegistry:
         self.min_nodes, self.max_nodes, self.expected_nodes = min_nodes, max_nodes, expected_nodes
         self.open_store, self.spare_nodes = open_store, spare_nodes
         self.members: dict[int, _Member] = {}
-        self.round, self.nodes, self.port = 0, list[int](), 0
+        self.round, self.nodes, self.port, self.key = 0, list[int](), 0, ""
         self.instances: dict[int, str] = {}
         """Instance of each launcher in the round: one that takes a node's place is not in it."""
+        self.keepers: list[str] = []
+        """Addresses of the `CopyKeeper`s of the round's launchers, in its order."""
         self.lost = ""
         """Message that names the first node lost from the round; empty if none was."""
         self.left: dict[tuple[str, str], str] = {}
@@ -157,7 +162,7 @@ class NodeRegistry:
         self.refusals: list[str] = []
         self._enough_since: float | None = None
         self._changed = threading.Condition()
-        accept_all(self.listener, self._receive, name="node-registry")
+        self._service = Service(listener, self._receive, secret=lambda: secret, name=SERVICE)
 
     def close(self) -> None:
         """Wait up to `GOODBYE_S` until all other nodes have left, then stop listening."""
@@ -165,42 +170,36 @@ class NodeRegistry:
             self.closed = self.closed or ""
             alone = lambda: set(self.members) <= {self.info.node}  # noqa: E731
             self._changed.wait_for(alone, timeout=GOODBYE_S)
-        self.listener.close()
+        self._service.close()
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, link: Link) -> None:
         """Serve one node's connection from its first line to its end."""
         member, why = None, "has gone"
         try:
-            with connection, connection.makefile("rwb") as stream:
-                connection.settimeout(SILENT_S)
-                member = self._welcome(stream, connection.getsockname()[0])
-                while member is not None:
-                    wait_readable(connection, SILENT_S)
-                    if not self._answer(stream, member):
-                        break
+            member = self._welcome(link)
+            while member is not None:
+                wait_readable(link, SILENT_S)
+                if not self._answer(link, member):
+                    break
         except TimeoutError:
             why = f"was silent for {SILENT_S:.0f} s"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            link.close()
             time.sleep(RETURN_S)
         if member is not None:
             self._remove(member, why)
 
-    def _welcome(self, stream: BufferedRWPair, address: str) -> _Member | None:
-        try:
-            hello = welcome(stream, self.secret)
-        except StrangerError:
-            refused = "it does not see what node 0 writes: both need one shared folder ./runs"
-            send(stream, {"refused": refused, "final": False})
-            return None
+    def _welcome(self, link: Link) -> _Member | None:
+        hello = link.read(within_s=SILENT_S)
         info = NodeInfo(**{name: hello[name] for name in NodeInfo.__slots__})
         if (why := self.left.get(info.machine)) is not None and not self._is_saving(info):
-            send(stream, {"refused": why, "final": True, "left": True})
+            link.send({"refused": why, "final": True, "left": True}, within_s=SILENT_S)
             return None
-        refusal, final = self._admit(info, address)
-        send(stream, {"refused": refusal, "final": final})
+        refusal, final = self._admit(info, link.own_address, str(hello["keeper"]))
+        link.send({"refused": refusal, "final": final}, within_s=SILENT_S)
         return None if refusal else self.members[info.node]
 
-    def _admit(self, info: NodeInfo, address: str) -> tuple[str, bool]:
+    def _admit(self, info: NodeInfo, address: str, keeper: str) -> tuple[str, bool]:
         """Return (why the node is refused or "", whether retrying is useless)."""
         node, who = info.node, f"node {info.node} ({info.host})"
         most = self.max_nodes + self.spare_nodes
@@ -219,7 +218,8 @@ class NodeRegistry:
             other = self.members.get(node)
             if other is not None and other.info.instance != info.instance:
                 return f"{who}: another launcher ({other.info.host}) is node {node}", False
-            self.members[node] = _Member(info, address, waits=other is not None and other.waits)
+            waits = other is not None and other.waits
+            self.members[node] = _Member(info, address, keeper, waits=waits)
         return "", False
 
     def _is_saving(self, info: NodeInfo) -> bool:
@@ -267,9 +267,9 @@ class NodeRegistry:
         again = [n for n in self.nodes if n in self.members and self.members[n].waits]
         return [*again, *self._spare()[: max(0, room)]]
 
-    def _answer(self, stream: BufferedRWPair, member: _Member) -> bool:
+    def _answer(self, link: Link, member: _Member) -> bool:
         """Answer one report; return whether the node is still a member."""
-        report = read(stream)
+        report = link.read(within_s=SILENT_S)
         if report.get("leave"):
             self._remove(member, "")
             return False
@@ -282,7 +282,8 @@ class NodeRegistry:
             member.waits = bool(report["waits"]) and not learns
             self._form_round()
             stale = not report["waits"] and known != self.round
-            send(stream, self._state(member, stale=stale))
+            state = self._state(member, stale=stale)
+        link.send(state, within_s=SILENT_S)
         return self.members.get(node) is member
 
     def _remove(self, member: _Member, why: str) -> None:
@@ -317,7 +318,9 @@ class NodeRegistry:
             return
         chosen = next_nodes(self.nodes, waiting, most=self.max_nodes)
         self.round, self.nodes, self.lost, self.leaving = self.round + 1, chosen, "", {}
+        self.key = secrets.token_hex(32)
         self.instances = {node: self.members[node].info.instance for node in chosen}
+        self.keepers = [self.members[node].keeper for node in chosen]
         for node in chosen:
             self.members[node].waits = False
 
@@ -326,6 +329,9 @@ class NodeRegistry:
         waiting = [n for n in self._newcomers() if n != node]
         fresh = [n for n in waiting if n not in self.nodes]
         addresses = [m.address for n, m in self.members.items() if n != head]
+        address = addresses[0] if addresses else ""
+        # the head reaches itself by loopback, and the others by the address that they use
+        keepers = [k.replace(f"{LOOPBACK}:", f"{address or LOOPBACK}:") for k in self.keepers]
         missing = [str(n) for n in range(self.max_nodes) if n not in self.members]
         why = "the others went on without this node"
         if self.leaving:
@@ -338,8 +344,10 @@ class NodeRegistry:
             "round": 0 if member.waits or node not in self.nodes else self.round,
             "nodes": self.nodes,
             "port": self.port,
+            "key": self.key,
+            "keepers": keepers,
             # the head uses the address by which the other nodes reach it
-            "address": addresses[0] if node == head and addresses else "",
+            "address": address if node == head else "",
             "regroup": bool(stale or waiting or self.leaving or self.lost),
             "why": self.lost or why,
             "orderly": expected and not self.lost and not stale,
@@ -357,7 +365,7 @@ def listen(host: str, port: int) -> socket.socket:
     The host name is not resolved: a machine may know itself by another address than its peers do.
     """
     if is_loopback(host):
-        return socket.create_server(("127.0.0.1", port))
+        return socket.create_server((LOOPBACK, port))
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -366,8 +374,3 @@ def listen(host: str, port: int) -> socket.socket:
 
 def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def plain_address(address: str) -> str:
-    """Return `10.0.0.1` for the IPv4-mapped form of an IPv6 socket, `::ffff:10.0.0.1`."""
-    return address.removeprefix("::ffff:")

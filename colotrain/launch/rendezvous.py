@@ -80,6 +80,8 @@ class Rendezvous:
         self.keeper: CopyKeeper | None = None
         self.files, self.own, self.buddy = files, "", ""
         """Addresses of this keeper and of the one that keeps this node's copies, in this round."""
+        self.key, self.keepers = "", ("",)
+        """Secret of this round, and addresses of all its keepers."""
         self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
@@ -89,7 +91,12 @@ class Rendezvous:
             if plan.elastic.memory_copy.enabled:
                 self.keeper = CopyKeeper(listen(node.host, 0), secret=self._secret, files=files)
             self.membership = Membership(
-                where, info, secret=self._secret, lost_s=self.wait_s, stop=stop
+                where,
+                info,
+                secret=self._secret,
+                lost_s=self.wait_s,
+                keeper_port=self.keeper.port if self.keeper is not None else 0,
+                stop=stop,
             )
 
     def _open_registry(self, info: NodeInfo) -> NodeRegistry:
@@ -169,18 +176,15 @@ class Rendezvous:
             self.registry.close()
             self.rundir.rendezvous_file.unlink(missing_ok=True)
 
-    def find_buddy(self, store: Any, rank: int, found: Round) -> None:
-        """Tell the others where this node keeps copies, and learn who keeps its own."""
-        num_nodes, self.own, self.buddy = len(found.nodes), "", ""
-        if isinstance(self.membership, SingleNode):
-            return
+    def begin(self, found: Round) -> int:
+        """Begin a round: note who keeps this node's copies; return the node's place in it."""
+        place = found.nodes.index(self.node.rank)
         if self.keeper is not None:
             self.keeper.end_senders()
-            address = found.address if self.node.is_head else self.membership.own_address
-            self.own = f"{address}:{self.keeper.port}"
-        store.set(str(rank), self.own)
-        theirs = store.get(str((rank - 1) % num_nodes)).decode()
+        self.key, self.keepers, self.own = found.key, found.keepers, found.keepers[place]
+        theirs = found.keepers[place - 1]
         self.buddy = theirs if self.own and theirs != self.own else ""
+        return place
 
     def copy_places(self) -> CopyPlaces:
         """Return where this node's ranks of the newest round find copies and send theirs."""
@@ -219,8 +223,7 @@ class Rendezvous:
                 found = ours.membership.next_round(timeout_s=ours.wait_s, say=ours.say)
                 where = found.address, found.port
                 store = TCPStore(*where, is_master=False, timeout=ours.timeout)
-                rank = found.nodes.index(ours.node.rank)
-                ours.find_buddy(PrefixStore("copies", store), rank, found)
+                rank = ours.begin(found)
                 info = RendezvousStoreInfo(*where)
                 return RendezvousInfo(PrefixStore("agents", store), rank, len(found.nodes), info)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from dataclasses import dataclass, field
+
+from colotrain.connections import Link
 
 POLL_S = 0.5
 MOST_S = 2.0
@@ -29,9 +30,11 @@ class AwakeTimeout:
         return self.waited_s >= self.limit_s
 
 
-def wait_readable(connection: socket.socket, limit_s: float) -> None:
+def wait_readable(link: Link, limit_s: float) -> None:
     """Wait until data has arrived; raise `TimeoutError` after `limit_s` seconds."""
     timeout = AwakeTimeout(limit_s)
-    while not select.select([connection], [], [], POLL_S)[0]:
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    while not link.holds_data() and not poll.poll(POLL_S * 1000):
         if timeout.is_over():
             raise TimeoutError("timed out")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_resolve import lines, plan, with_values
 
-from colotrain import connections
+from colotrain.connections import Link, connect
 from colotrain.errors import ColotrainError
 from colotrain.launch import membership, node_registry
 from colotrain.launch.membership import Membership, Round
@@ -73,19 +73,18 @@ class Launchers:
         self.port = self.listener.getsockname()[1]
         self.stores = 0
         self.members: list[Membership] = []
-        self.sockets: dict[threading.Thread, socket.socket] = {}
-        self._connect = socket.create_connection
+        self.links: dict[threading.Thread, Link] = {}
 
-    def connect(self, *args: Any, **kwargs: Any) -> socket.socket:
-        """`socket.create_connection`, which remembers whose connection it made."""
-        made = self._connect(*args, **kwargs)
-        self.sockets[threading.current_thread()] = made
+    def connect(self, *args: Any, **kwargs: Any) -> Link:
+        """`connect`, which remembers whose connection it made."""
+        made = connect(*args, **kwargs)
+        self.links[threading.current_thread()] = made
         return made
 
     def vanish(self, member: Membership) -> None:
         """Its process dies: the connection ends without a word."""
         member.info = node_info(1, plan={"other": 1})  # and it would not be let in again
-        self.sockets[member._thread].shutdown(socket.SHUT_RDWR)
+        self.links[member._thread].cut()
 
     def open(
         self,
@@ -150,7 +149,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
     ):
         monkeypatch.setattr(module, name, value)
     made = Launchers()
-    monkeypatch.setattr(socket, "create_connection", made.connect)
+    monkeypatch.setattr(membership, "connect", made.connect)
     yield made
     for member in made.members:
         member.end()
@@ -274,7 +273,7 @@ def test_a_head_that_has_gone_is_named(launchers: Launchers) -> None:
     launchers.rounds(first, second)
     launchers.listener.shutdown(socket.SHUT_RDWR)
     launchers.listener.close()
-    launchers.sockets[second._thread].shutdown(socket.SHUT_RDWR)
+    launchers.links[second._thread].cut()
     with pytest.raises(
         RendezvousError, match=f"node 0 at 127.0.0.1:{launchers.port} is out of reach"
     ):
@@ -287,23 +286,17 @@ def test_a_head_that_has_gone_is_named(launchers: Launchers) -> None:
 def test_garbage_neither_ends_the_rendezvous_nor_gets_in(launchers: Launchers, line: bytes) -> None:
     launchers.open()
     with socket.create_connection(("127.0.0.1", launchers.port), timeout=5) as stranger:
-        assert json.loads(stranger.makefile("rb").readline())["nonce"]
         stranger.sendall(line)
     assert len(launchers.rounds(launchers.join(0), launchers.join(1))) == 2
 
 
 def test_a_member_that_sends_garbage_is_only_lost_itself(launchers: Launchers) -> None:
     launchers.open(min_nodes=1)
-    with socket.create_connection(("127.0.0.1", launchers.port), timeout=5) as member:
-        stream = member.makefile("rwb")
-        nonce = json.loads(stream.readline())["nonce"]
-        from dataclasses import asdict
-
-        connections.send(
-            stream, asdict(node_info(1)) | {"proof": connections.proof("secret", nonce)}
-        )
-        assert json.loads(stream.readline())["refused"] == ""
-        connections.send(stream, {"round": "seven", "waits": []})
+    where = "127.0.0.1", launchers.port
+    link = connect(where, secret="secret", service=node_registry.SERVICE, within_s=5)
+    link.send(asdict(node_info(1)) | {"keeper": ""}, within_s=5)
+    assert link.read(within_s=5)["refused"] == ""
+    link.send({"round": "seven", "waits": []}, within_s=5)
     assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
 
 

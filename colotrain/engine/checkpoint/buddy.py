@@ -6,28 +6,36 @@ All raise `OSError` and `ValueError`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from colotrain.connections import Connection, read, send, send_file
+from colotrain.connections import Link, connect
 from colotrain.engine.checkpoint.memory_file import MemoryFile
-from colotrain.spec.elastic import COPY_STALL_S
+from colotrain.spec.elastic import COPY_SERVICE, COPY_STALL_S
+
+
+def _connect(address: str, hello: dict[str, Any], *, secret: str) -> Link:
+    """Return a connection to the launcher at HOST:PORT, which checks that it is meant."""
+    host, _, port = address.rpartition(":")
+    link = connect((host, int(port)), secret=secret, service=COPY_SERVICE, within_s=COPY_STALL_S)
+    link.send(hello | {"to": address}, within_s=COPY_STALL_S)
+    return link
 
 
 class Buddy:
     """A connection on which this rank's copies are sent."""
 
     def __init__(self, address: str, rank: int, *, secret: str) -> None:
-        hello = {"rank": rank}
-        self.connection = Connection(address, secret=secret, hello=hello, timeout_s=COPY_STALL_S)
+        self.link = _connect(address, {"rank": rank}, secret=secret)
 
     def send(self, file: MemoryFile, number: int, *, beside: int) -> None:
         """Send a copy; returns when it is kept, beside copy number `beside`."""
-        stream = self.connection.stream
         num_bytes = file.end()
-        send(stream, {"number": number, "bytes": num_bytes, "beside": beside})
-        if refused := read(stream).get("refused"):
+        header = {"number": number, "bytes": num_bytes, "beside": beside}
+        self.link.send(header, within_s=COPY_STALL_S)
+        if refused := self.link.read(within_s=COPY_STALL_S).get("refused"):
             raise OSError(str(refused))
-        send_file(stream, file.handle, num_bytes)
-        if read(stream).get("kept") != number:
+        self.link.send_file(file.handle, num_bytes, stall_s=COPY_STALL_S)
+        if self.link.read(within_s=COPY_STALL_S).get("kept") != number:
             raise OSError("the copy was not kept")
 
 
@@ -35,25 +43,21 @@ class RemoteLauncher:
     """A connection on which files in a launcher's memory are read."""
 
     def __init__(self, address: str, *, secret: str) -> None:
-        self.connection = Connection(address, secret=secret, hello={}, timeout_s=COPY_STALL_S)
+        self.link = _connect(address, {}, secret=secret)
 
     def read_into(self, handle: int, start: int, data: memoryview) -> None:
         """Fill `data` with bytes of the launcher's file `handle`."""
-        stream = self.connection.stream
-        send(stream, {"file": handle, "start": start, "bytes": len(data)})
-        while data:
-            got = stream.readinto(data)
-            if not got:
-                raise OSError("the connection has ended")
-            data = data[got:]
+        asked = {"file": handle, "start": start, "bytes": len(data)}
+        self.link.send(asked, within_s=COPY_STALL_S)
+        self.link.read_into(data, stall_s=COPY_STALL_S)
 
     def free_before(self, number: int) -> None:
         """Free the copies of ranks of whom the launcher keeps none of this number or a later one.
 
         Those are of ranks that another launcher keeps now, or that are no more.
         """
-        send(self.connection.stream, {"free_before": number})
-        read(self.connection.stream)
+        self.link.send({"free_before": number}, within_s=COPY_STALL_S)
+        self.link.read(within_s=COPY_STALL_S)
 
 
 @dataclass(frozen=True, slots=True)
