@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain.engine import exchange
 from colotrain.engine.checkpoint.buddy import Buddy
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
@@ -50,8 +51,8 @@ class Ranks:
         monkeypatch.setattr(dist, "get_rank", lambda: self.here.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda: self.barrier.parties)
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
-        monkeypatch.setattr(dist, "all_gather_object", self.all_gather)
-        monkeypatch.setattr(dist, "broadcast_object_list", self.broadcast)
+        monkeypatch.setattr(exchange, "all_gather", self.all_gather)
+        monkeypatch.setattr(exchange, "broadcast", self.broadcast)
 
     def run(self, count: int, body: Callable[[int], T]) -> list[T]:
         """Return what each of `count` ranks returns."""
@@ -86,11 +87,12 @@ class Ranks:
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self.exchange(tensor.clone())).sum(0))
 
-    def all_gather(self, everyone: list[Any], mine: Any) -> None:
-        everyone[:] = pickle.loads(pickle.dumps(self.exchange(mine)))
+    def all_gather(self, mine: Any) -> list[Any]:
+        found: list[Any] = json.loads(json.dumps(self.exchange(mine)))
+        return found
 
-    def broadcast(self, objects: list[Any]) -> None:
-        objects[:] = self.exchange(list(objects))[0]
+    def broadcast(self, mine: Any) -> Any:
+        return json.loads(json.dumps(self.exchange(mine)[0]))
 
 
 @dataclass

@@ -122,8 +122,13 @@ def time_all_reduce(store: Any, host: str, rank: int, world: int) -> dict[str, o
 def main(words: list[str]) -> int:
     from torch.distributed import TCPStore
 
+    from colotrain.engine.process import LOOPBACK, loopback_store
+
     host, (port, rank, world, listens) = words[0], map(int, words[1:])
-    store = TCPStore(host, port, is_master=bool(listens), timeout=TIMEOUT)
+    if host == LOOPBACK:
+        store = loopback_store(port, is_master=bool(listens), timeout=TIMEOUT)
+    else:
+        store = TCPStore(host, port, is_master=bool(listens), timeout=TIMEOUT)
     print(json.dumps(time_all_reduce(store, host, rank, world)), flush=True)
     return 0
 

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import BatchLoader, stack
+from colotrain.engine import exchange
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.errors import ColotrainError
 from colotrain.models.seeding import seeded
@@ -56,10 +57,8 @@ def _are_equal(own: dict[str, str]) -> bool:
 def _compare(own: dict[str, str]) -> None:
     if _are_equal(own):
         return
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
     raise ColotrainError(
-        _difference(everyone),
+        _difference(exchange.all_gather(own)),
         "build the same everywhere: draw from the global generators of torch, random or numpy, "
         "which are seeded, and not from the rank, the time or the host",
     )

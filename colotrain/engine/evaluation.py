@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.read.loader import BatchLoader
+from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, to_device, weighted_output
 from colotrain.engine.early_stopping import note_evaluation
 from colotrain.engine.loss_trial import sums_tokens
@@ -248,8 +249,7 @@ def uncompiled(run: Run, is_short: bool) -> AbstractContextManager[Any]:
 
 def _over_all_ranks(metrics: Metrics) -> dict[str, float]:
     """Return name → mean over the ranks that have the metric. All ranks must call."""
-    everyone: list[Metrics] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, metrics)
+    everyone = exchange.all_gather(metrics)
     found = {}
     for name in dict.fromkeys(name for one in everyone for name in one):
         own = [one.get(name, (0.0, 0.0)) for one in everyone]

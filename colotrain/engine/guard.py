@@ -20,12 +20,14 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from colotrain.engine import exchange
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import CorruptionFound, Note
+from colotrain.records import from_plain, to_plain
 from colotrain.spec.mesh import DP_REPLICATE
 
 PIECE = 1 << 22
@@ -125,9 +127,8 @@ def _agree(mine: list[Finding]) -> list[Finding]:
     dist.all_reduce(any_found)
     if not any_found.item():
         return []
-    everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return [finding for found in everyone for finding in found]
+    everyone = exchange.all_gather(to_plain(mine))
+    return [from_plain(Finding, finding) for found in everyone for finding in found]
 
 
 def _differing(run: Run) -> list[Finding]:

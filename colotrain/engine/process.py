@@ -14,10 +14,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from colotrain.engine import exchange
 from colotrain.engine.loop import PATIENCE_FACTOR
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
+LOOPBACK = "127.0.0.1"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0
@@ -122,8 +124,14 @@ def choose_interface(store: str) -> None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+def loopback_store(port: int, *, is_master: bool, timeout: datetime.timedelta) -> Any:
+    """Join a store of processes of this machine; torch's own listens at every address."""
+    given: dict[str, Any] = {}
+    if is_master:
+        given = {"master_listen_fd": socket.create_server((LOOPBACK, port)).detach()}
+    return dist.TCPStore(LOOPBACK, port, is_master=is_master, timeout=timeout, **given)
+
+
 def agree_on_attempt(rundir: RunDir) -> int:
     """Return the number of this attempt over all launches of the run, the same on every rank."""
-    number = [rundir.next_attempt() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(number)
-    return int(number[0])  # type: ignore[arg-type]
+    return int(exchange.broadcast(rundir.next_attempt() if dist.get_rank() == 0 else None))

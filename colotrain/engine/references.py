@@ -23,6 +23,7 @@ from colotrain.data.prepare.identity import identities
 from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.data.read.references import WithReferences, wanted
+from colotrain.engine import exchange
 from colotrain.engine.accumulation import to_device
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
@@ -44,9 +45,7 @@ def add_references_(run: Run) -> None:
     what it has computed, and has a reason to stop afterwards.
     """
     key = key_of(run) if run.rank == 0 else ""
-    told: list[Any] = [load(run, key) if run.rank == 0 else None]
-    dist.broadcast_object_list(told)
-    known: Known = told[0]
+    known: Known = exchange.broadcast_tensors(load(run, key) if run.rank == 0 else {})
     is_new = False
     for split, loader, positions in (
         ("train", run.train_data, run.plan.train.max_steps * run.plan.batch.global_batch),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.read.loader import BatchLoader, read_batch
 from colotrain.data.read.samples import StreamSamples
-from colotrain.engine import loss_trial
+from colotrain.engine import exchange, loss_trial
 from colotrain.engine.evaluation import uncompiled
 from colotrain.engine.loss_trial import MOST_SAMPLES
 from colotrain.engine.precision import cast_dtype, cast_inputs
@@ -30,18 +29,18 @@ def agree_on_targets(
     Both come from rank 0, whose micro-batch is `trial`. Raises `ColotrainError` on every rank where
     the compute precision cannot hold its values.
     """
-    told: list[Any] = [None]
+    told: Any = None
+    samples: dict[str, Tensor] = {}
     if trial is not None:
         nominal = float(plan.batch.global_batch * TargetRule().per_sample(trial))
         cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
         if cast:
             events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
-        told = [(nominal, first_samples(plan, trial, data), problem)]
-    dist.broadcast_object_list(told)
-    nominal, samples, problem = told[0]
+        told, samples = (nominal, problem), first_samples(plan, trial, data)
+    nominal, problem = exchange.broadcast(told)
     if problem:
         raise ColotrainError(*problem)
-    return nominal, samples
+    return nominal, exchange.broadcast_tensors(samples)
 
 
 def first_samples(plan: RunPlan, trial: dict[str, Tensor], data: BatchLoader) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import stack
 from colotrain.data.read.references import wanted
 from colotrain.data.read.teacher import WithTeacher
+from colotrain.engine import exchange
 from colotrain.engine.accumulation import to_device
 from colotrain.engine.references import is_to_stop
 from colotrain.engine.run_state import Run
@@ -64,18 +65,18 @@ def ask_teacher_(run: Run) -> None:
             continue
         samples = loader.samples
         assert isinstance(samples, WithTeacher)
-        told: list[list[int]] = [[]]
+        unknown: list[int] = []
         if run.rank == 0:
             ids = wanted(loader.order, len(samples), positions).tolist()
-            told = [[index for index in ids if not samples.knows(index)]]
-        dist.broadcast_object_list(told)
-        if told[0]:
+            unknown = [index for index in ids if not samples.knows(index)]
+        unknown = exchange.broadcast(unknown)
+        if unknown:
             if run.rank == 0:
-                text = f"the teacher's {len(told[0])} {split} samples are computed once"
+                text = f"the teacher's {len(unknown)} {split} samples are computed once"
                 run.events.write(Note(text=text))
             if teacher is None:
                 teacher = build_whole(asked, seed=0).to(run.device).eval()
-            compute(run, teacher, samples, told[0])
+            compute(run, teacher, samples, unknown)
         dist.barrier()
     for loader in (run.train_data, run.validation_data):
         if isinstance(loader, AheadLoader):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from colotrain.data.read.samples import StreamSamples, notes_of
 from colotrain.dotted import import_target
-from colotrain.engine import monitor
+from colotrain.engine import exchange, monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.blocks import prepare_blocks_
@@ -71,9 +71,11 @@ from colotrain.events.log import EventWriter
 from colotrain.models.loading import COMPILED, WAS_COMPILED, begin_training_, build
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all
+from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
+from colotrain.spec.sequence import BlockSequence
 
 AHEAD_BYTES = 256 << 20
 """Bytes of whole parameters per core that a rank beside a GPU may draw ahead: a matrix of 8 B."""
@@ -291,7 +293,7 @@ def agree_on_groups(
 
     The other ranks do not search: a user's forward may behave differently there.
     """
-    found: list[Any] = [None]
+    found: Any = None
     if dist.get_rank() == 0:
         if plan.plugin.chunk_bytes is not None and not HAS_SEVERAL_MODULES:
             events.write(Note(text=UNPACKED))
@@ -305,9 +307,8 @@ def agree_on_groups(
         )
         names = {id(module): name for name, module in model.named_modules()}
         inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]
-        found = [(inside, [n for n, m in model.named_modules() if hasattr(m, CHANGES_INPUTS)])]
-    dist.broadcast_object_list(found)
-    inside, changing = found[0]
+        found = inside, [n for n, m in model.named_modules() if hasattr(m, CHANGES_INPUTS)]
+    inside, changing = exchange.broadcast(found)
     for name in changing:
         setattr(model.get_submodule(name), CHANGES_INPUTS, True)
     groups = [(name, [model.get_submodule(m) for m in members]) for name, members in inside]
@@ -320,9 +321,8 @@ def agree_on_stage_(model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | 
     mesh = plan.mesh
     if mesh.pp == 1:
         return Stage()
-    found: list[Any] = [None if trial is None else find_sequence(model, trial)]
-    dist.broadcast_object_list(found)
-    sequence = found[0]
+    found = None if trial is None else to_plain(find_sequence(model, trial))
+    sequence = from_plain(BlockSequence, exchange.broadcast(found))
     if sequence.against or sum(mesh.pp_split) != len(sequence.blocks):
         problem = sequence.against or f"it has {len(sequence.blocks)} blocks, not {mesh.pp_split}"
         raise ColotrainError(f"mesh.pp={mesh.pp}: {plan.model.value}: {problem}", "set mesh.pp=1")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from colotrain.engine import exchange
 from colotrain.engine.checkpoint.dcp_json import read_index
 from colotrain.engine.checkpoint.manifest import MANIFEST, complete, damage, tidy, where_to_resume
 from colotrain.engine.checkpoint.memory_copy import Copied
@@ -45,12 +45,11 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
 
 def _candidates(folder: Path) -> list[Path]:
     """Return the checkpoints to try, the same on every rank: rank 0 looks and tells the others."""
-    names: list[Any] = [None]
+    names: list[str] = []
     if dist.get_rank() == 0:
         is_one = (folder / MANIFEST).is_file()
-        names = [[str(folder)] if is_one else [str(path) for path in complete(folder)]]
-    dist.broadcast_object_list(names)
-    return [Path(name) for name in names[0]]
+        names = [str(folder)] if is_one else [str(path) for path in complete(folder)]
+    return [Path(name) for name in exchange.broadcast(names)]
 
 
 def choose_checkpoint(
@@ -61,14 +60,13 @@ def choose_checkpoint(
     None, too, if the newest checkpoint is not after step `unless_before`, of which there is a copy
     in memory.
     """
-    newer = [True]
+    newer = True
     if dist.get_rank() == 0:
         tidy(rundir.checkpoints)
         if unless_before:
             newest = complete(rundir.checkpoints)[:1]
-            newer = [any(path.name > rundir.checkpoint(unless_before).name for path in newest)]
-    dist.broadcast_object_list(newer)
-    if not newer[0]:
+            newer = any(path.name > rundir.checkpoint(unless_before).name for path in newest)
+    if not exchange.broadcast(newer):
         return None
     where = where_to_resume(plan, rundir)
     resumed = choose(where, events)

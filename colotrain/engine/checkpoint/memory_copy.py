@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.engine import exchange
 from colotrain.engine.checkpoint.beside import BesideGradients
 from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
 from colotrain.engine.checkpoint.manifest import Manifest
@@ -123,14 +124,13 @@ class MemoryCopies:
         dist.all_reduce(missing)
         if missing.item():
             return None
-        attempt = [secrets.token_hex(4)]
-        dist.broadcast_object_list(attempt)
+        attempt = str(exchange.broadcast(secrets.token_hex(4)))
         places = from_plain(CopyPlaces, json.loads(os.environ[COPY_PLACES]))
         copies = MemoryCopies(
             plan=plan,
             events=events,
             files=files,
-            attempt=attempt[0],
+            attempt=attempt,
             places=places,
             local_rank=int(os.environ["LOCAL_RANK"]),
         )
@@ -145,19 +145,19 @@ class MemoryCopies:
         """Return the newest copy that every rank has whole. All ranks must call."""
         memory = look(self.places, self.local_rank, self._ranks_here)
         mine = {found.key: found for file in self.files if (found := self._read(file))}
-        everyone: list[Any] = [None] * dist.get_world_size()
         held = [(copy.key, copy.rank) for copy in memory.copies]
-        dist.all_gather_object(everyone, (list(mine), held, memory.newest, memory.valid_from))
-        self.number = max(newest for _, _, newest, _ in everyone)
-        self.valid_from = max(valid_from for *_, valid_from in everyone)
+        told = exchange.all_gather((list(mine), held, memory.newest, memory.valid_from))
+        self.number = max(newest for _, _, newest, _ in told)
+        self.valid_from = max(valid_from for *_, valid_from in told)
+        everyone = [{Key(*key) for key in own} for own, *_ in told]
         ranks_of: dict[Key, set[int]] = {}
-        for _, found_there, _, _ in everyone:
+        for _, found_there, _, _ in told:
             for key, rank in found_there:
-                ranks_of.setdefault(key, set()).add(rank)
+                ranks_of.setdefault(Key(*key), set()).add(rank)
         for key in sorted(ranks_of, reverse=True):
             if key.number < self.valid_from:
                 break
-            if all(key in own for own, *_ in everyone) and self._all_intact(mine[key].file):
+            if all(key in own for own in everyone) and self._all_intact(mine[key].file):
                 return mine[key]
             if ranks_of[key] == set(range(key.world_size)):
                 whole = join_copies(key, memory, partial(self._pass_over, key))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain.engine import exchange
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.save import Save
 from colotrain.engine.checkpoint.shard_file import POLL_S, Piece
@@ -57,9 +58,8 @@ class Saver:
     @staticmethod
     def make(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Saver:
         """Make a saver. All ranks must call."""
-        token = [os.urandom(4).hex()]
-        dist.broadcast_object_list(token)
-        return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
+        token = exchange.broadcast(os.urandom(4).hex())
+        return Saver(plan=plan, rundir=rundir, events=events, token=token)
 
     def is_due(self) -> bool:
         """Whether the last save began long enough ago, by this rank's clock."""

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from colotrain.engine import exchange
 from colotrain.engine.checkpoint.buddy import RemoteFile, RemoteLauncher
 from colotrain.engine.checkpoint.dcp_json import INVALID, FileSource, Source, index_of, join
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_file import MemoryFile
 from colotrain.errors import ConfigError
-from colotrain.records import from_plain
+from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import CopyPlaces
 
 
@@ -185,9 +186,9 @@ def join_copies(key: Key, memory: Memory, tell: Callable[[str], None]) -> WholeC
         for copy in memory.copies
         if copy.key == key and copy.file.is_intact()
     ]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    holders = choose_holders(memory.places.own, (h for told in everyone for h in told))
+    everyone = exchange.all_gather(to_plain(mine))
+    told = (from_plain(_Holder, holder) for one in everyone for holder in one)
+    holders = choose_holders(memory.places.own, told)
     whole = None
     if len(holders) == key.world_size:
         try:

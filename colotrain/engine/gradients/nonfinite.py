@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import Nonfinite
+from colotrain.records import to_plain
 
 PHASES = ("forward", "backward", "reduce")
 
@@ -125,9 +127,8 @@ def locate(
 
 def _first_of_all_ranks(mine: Nonfinite | None, stage: Stage) -> Nonfinite | None:
     """Return the first in time: backward begins with the model's last blocks."""
-    everyone: list[Nonfinite | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = [origin for origin in everyone if origin is not None]
+    everyone = exchange.all_gather(to_plain(mine))
+    found = [Nonfinite(**origin) for origin in everyone if origin is not None]
 
     def place(origin: Nonfinite) -> tuple[int, int, int, int]:
         rank = origin.rank or 0

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.engine import exchange
 from colotrain.engine.waiting import waiting
+from colotrain.records import from_plain, to_plain
 from colotrain.torch_internals import timeout_s
 
 PAGE = mmap.PAGESIZE
@@ -63,7 +65,8 @@ class _PeerInfo:
     host: str
     pid: int
     fd: int
-    token: bytes
+    token: str
+    """Text in hexadecimal."""
     problem: str | None
 
 
@@ -99,8 +102,9 @@ class SharedMemory:
                 fd = _create(self.num_bytes, num_semaphores, token, share_of_free)
         except (OSError, Unavailable) as error:
             problem = str(error)
-        own = _PeerInfo(host=_host(), pid=os.getpid(), fd=fd, token=token, problem=problem)
-        infos: list[_PeerInfo] = _all_gather(self.group, own)
+        own = _PeerInfo(host=_host(), pid=os.getpid(), fd=fd, token=token.hex(), problem=problem)
+        told = exchange.all_gather(to_plain(own), self.group)
+        infos = [from_plain(_PeerInfo, one) for one in told]
         try:
             _agree([info.problem for info in infos])
             if len({info.host for info in infos}) > 1:
@@ -110,7 +114,7 @@ class SharedMemory:
                 self._attach(infos)
             except (OSError, AttributeError) as error:
                 problem = f"rank {self.ranks[self.rank]}: {error}"
-            _agree(_all_gather(self.group, problem))
+            _agree(exchange.all_gather(problem, self.group))
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -122,7 +126,7 @@ class SharedMemory:
             self.memory = mmap.mmap(fd, self.num_bytes)
         finally:
             os.close(fd)
-        if self.memory[:16] != owner.token:
+        if self.memory[:16] != bytes.fromhex(owner.token):
             raise OSError("the process of another rank cannot be reached through /proc")
         self.pids = [info.pid for info in infos]
         self.watched = [os.pidfd_open(pid) for pid in self.pids]
@@ -239,12 +243,6 @@ def _host() -> str:
     space = Path("/proc/self/ns/pid")
     known = [str(p.read_text() if p is boot else p.readlink()) for p in (boot, space) if p.exists()]
     return " ".join((socket.gethostname(), *known))
-
-
-def _all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _agree(problems: list[str | None]) -> None:

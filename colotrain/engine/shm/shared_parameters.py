@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.engine import exchange
 from colotrain.engine.probes import exclude_bytes
 from colotrain.engine.sharding.fsdp_internals import (
     fill_unsharded,
@@ -260,8 +261,7 @@ def share_parameters(sharded: ShardedModel) -> SharedParameters | None:
         shared_params = SharedParameters(sharded)
     except Unavailable as error:
         problem = str(error)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = exchange.all_gather(problem)
     if not any(problems):
         return shared_params
     if dist.get_rank() == 0:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain.engine import exchange
 from colotrain.engine.sharding.fsdp_internals import (
     AllGather,
     DefaultAllGather,
@@ -111,9 +112,7 @@ def install(sharded: ShardedModel) -> Transport | None:
         reduction = Reduction(sharded)
     except Unavailable as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    known = [text for text in problems if text]
+    known = [text for text in exchange.all_gather(problem) if text]
     if channel is None or reduction is None or known:
         if dist.get_rank() == 0:
             print(f"shared memory is not used between ranks: {known[0]}", file=sys.stderr)

@@ -29,6 +29,7 @@ from colotrain.engine.gradients import gradients
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import dtype_of
 from colotrain.engine.probes import matmul_peak_flops
+from colotrain.engine.process import loopback_store
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
 from colotrain.engine.shm.shared_parameters import share_parameters
@@ -200,7 +201,7 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(task.threads)
     torch.manual_seed(rank)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=rank == 0, timeout=timeout)
+    store = loopback_store(task.port, is_master=rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task.ranks, timeout=timeout)
     out = sys.stdout if rank == 0 else None
 
