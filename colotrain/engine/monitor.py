@@ -8,8 +8,8 @@ hangs.
 An unfinished step is left by all ranks or by none. A rank may decide to leave only before it enters
 the all-reduce that ends the forward and backward passes of a step (`loop.agree`). That all-reduce
 then never completes on any rank, so that no rank updates its parameters. The rank announces its
-decision through the store; the other ranks read it there and leave as well. While no rank wants to
-stop, nothing is exchanged.
+decision through the store, signed (`engine.notes`); the other ranks read it there and leave as
+well. While no rank wants to stop, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.pieces import pieces_of
 from colotrain.engine.checkpoint.shard_file import Piece
+from colotrain.engine.notes import Notes
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
 from colotrain.events import kinds
-from colotrain.torch_internals import own_store
 
 LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
@@ -49,9 +49,9 @@ ALMOST = 0.99
 LEAVE_TOGETHER_S = 30.0
 """Seconds for which a rank that has saved waits for the others to save, too."""
 LEFT = "colotrain/step-left"
-"""Key of the store: `STEP REASON`, set once a rank has left the step after STEP finished ones."""
+"""Note of `STEP REASON`, written once a rank has left the step after STEP finished ones."""
 DEPARTED = "colotrain/departed"
-"""Key of the store: number of ranks that have saved and are about to exit."""
+"""Note of each rank that has saved and is about to exit: this, `/` and the rank."""
 
 
 def start(run: Run) -> None:
@@ -99,21 +99,21 @@ class Monitor:
     def watch(self) -> None:
         if self.run.device.type == "cuda":  # each thread has its own current device
             torch.cuda.set_device(self.run.device)
-        store = own_store()
+        notes = Notes()
         with contextlib.suppress(dist.DistStoreError):  # rank 0 is gone, and this attempt with it
             while True:
                 time.sleep(CHECK_EVERY_S)
                 if self.progress.last is not None:
-                    self._check(self.run, self.progress.last, store)
+                    self._check(self.run, self.progress.last, notes)
 
-    def _check(self, run: Run, last: LastStep, store: Any) -> None:
+    def _check(self, run: Run, last: LastStep, notes: Notes) -> None:
         self._report_progress(run, last)
-        reason = self._reason(run, last, store)
+        reason = self._reason(run, last, notes)
         if reason is None:
             return
         with self.progress.lock:
             if self.progress.last is last and (self.progress.undecided or self.follows):
-                self._leave(run, last, reason, store)
+                self._leave(run, last, reason, notes)
 
     def _report_progress(self, run: Run, last: LastStep) -> None:
         """Send a heartbeat if training has progressed, and write how far it is."""
@@ -165,7 +165,7 @@ class Monitor:
         )
         return inside / at.num_micro_batches
 
-    def _reason(self, run: Run, last: LastStep, store: Any) -> str | None:
+    def _reason(self, run: Run, last: LastStep, notes: Notes) -> str | None:
         """Return why this rank must leave the step now; None where it need not."""
         now = time.monotonic()
         reason = run.reason_to_stop()
@@ -179,17 +179,17 @@ class Monitor:
         if now - self.followed_at < FOLLOW_EVERY_S:
             return None
         self.followed_at = now
-        if not store.check([LEFT]):
+        if (left := notes.read(LEFT)) is None:
             return None
-        step, _, reason = store.get(LEFT).decode().partition(" ")
+        step, _, reason = left.partition(" ")
         self.follows = int(step) == last.step
         return reason if self.follows else None
 
-    def _leave(self, run: Run, last: LastStep, reason: str, store: Any) -> None:
+    def _leave(self, run: Run, last: LastStep, reason: str, notes: Notes) -> None:
         """Save the last finished step and end this process. Holds the lock; never returns."""
         code = 1
         try:
-            store.set(LEFT, f"{last.step} {reason}")
+            notes.write(LEFT, f"{last.step} {reason}")
             if run.rank == 0:
                 at = self.progress
                 where = f"micro-batch {at.micro_batch}/{at.num_micro_batches}"
@@ -202,7 +202,7 @@ class Monitor:
                 code = 0
             else:
                 code = record_failure(run.events, error, phase=run.phase, step=run.phase_step)
-            _depart(store)
+            _depart(notes)
         except BaseException as error:
             code = record_failure(run.events, error, phase="leaving", step=last.step + 1)
         finally:
@@ -268,10 +268,11 @@ def _becomes(run: Run, last: LastStep) -> str:
     return "no step is finished, so there is nothing to save: a resumed run begins with step 1"
 
 
-def _depart(store: Any) -> None:
+def _depart(notes: Notes) -> None:
     """Wait until all ranks are here, because rank 0's process hosts the store that others need."""
     deadline = time.monotonic() + LEAVE_TOGETHER_S
     with contextlib.suppress(Exception):  # the store is gone: rank 0 has seen all ranks
-        store.add(DEPARTED, 1)
-        while store.add(DEPARTED, 0) < dist.get_world_size() and time.monotonic() < deadline:
+        notes.write(f"{DEPARTED}/{dist.get_rank()}", "")
+        awaited = [f"{DEPARTED}/{rank}" for rank in range(dist.get_world_size())]
+        while not notes.are_there(awaited) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -16,6 +16,7 @@ from typing import Any
 
 from colotrain.connections import Link, StrangerError, connect
 from colotrain.launch.node_registry import (
+    LOOPBACK,
     RETURN_S,
     SERVICE,
     SILENT_S,
@@ -60,14 +61,18 @@ def _silent(text: str) -> None: ...
 class SingleNode:
     """Rendezvous of a run on one node."""
 
-    def __init__(self, open_store: Callable[[], int]) -> None:
+    def __init__(self, open_store: Callable[[str], int]) -> None:
         self.open_store, self.rounds = open_store, 0
 
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
         self.rounds += 1
-        port = self.open_store()
-        key = secrets.token_hex(32)
-        return Round(number=self.rounds, nodes=(0,), address="127.0.0.1", port=port, key=key)
+        return Round(
+            number=self.rounds,
+            nodes=(0,),
+            address=LOOPBACK,
+            port=self.open_store(LOOPBACK),
+            key=secrets.token_hex(32),
+        )
 
     def regroup(self) -> str:
         return ""
@@ -143,7 +148,7 @@ class Membership:
         )
 
     def _address_of_head(self) -> str:
-        return "127.0.0.1" if is_loopback(self.head[0]) else self.address or self.head[0]
+        return LOOPBACK if is_loopback(self.head[0]) else self.address or self.head[0]
 
     def _check_end(self) -> None:
         if self.stop():

@@ -138,16 +138,19 @@ class NodeRegistry:
         min_nodes: int,
         max_nodes: int,
         expected_nodes: int,
-        open_store: Callable[[], int],
+        open_store: Callable[[str], int],
         spare_nodes: int = 0,
     ) -> None:
         """`expected_nodes` are awaited at first, and there may be `spare_nodes` beside `max_nodes`;
-        `open_store` opens a store, returns its port."""
+        `open_store` opens a store at the address by which all nodes reach the head, if there is
+        one, and returns its port."""
         self.listener, self.secret, self.info = listener, secret, info
         self.min_nodes, self.max_nodes, self.expected_nodes = min_nodes, max_nodes, expected_nodes
         self.open_store, self.spare_nodes = open_store, spare_nodes
         self.members: dict[int, _Member] = {}
         self.round, self.nodes, self.port, self.key = 0, list[int](), 0, ""
+        self.address = ""
+        """Address by which the others in the round reach the head, which uses it as well."""
         self.instances: dict[int, str] = {}
         """Instance of each launcher in the round: one that takes a node's place is not in it."""
         self.keepers: list[str] = []
@@ -311,27 +314,28 @@ class NodeRegistry:
         patient = self.round == 0 and time.monotonic() < self._enough_since + LAST_CALL_S
         if len(waiting) < self.expected_nodes and patient:
             return
+        chosen = next_nodes(self.nodes, waiting, most=self.max_nodes)
+        others = [self.members[node].address for node in chosen if node != self.info.node]
+        self.address = others[0] if others else LOOPBACK
         try:
-            self.port = self.open_store()
+            self.port = self.open_store(self.address if len({*others}) < 2 else "")
         except (OSError, RuntimeError) as error:
             self.closed = f"node 0 cannot open a store: {error}"
             return
-        chosen = next_nodes(self.nodes, waiting, most=self.max_nodes)
         self.round, self.nodes, self.lost, self.leaving = self.round + 1, chosen, "", {}
         self.key = secrets.token_hex(32)
         self.instances = {node: self.members[node].info.instance for node in chosen}
-        self.keepers = [self.members[node].keeper for node in chosen]
+        # the head reaches itself by loopback, and the others by the address that they use
+        self.keepers = [
+            self.members[node].keeper.replace(f"{LOOPBACK}:", f"{self.address}:") for node in chosen
+        ]
         for node in chosen:
             self.members[node].waits = False
 
     def _state(self, member: _Member, *, stale: bool) -> dict[str, Any]:
-        node, head = member.info.node, self.info.node
+        node = member.info.node
         waiting = [n for n in self._newcomers() if n != node]
         fresh = [n for n in waiting if n not in self.nodes]
-        addresses = [m.address for n, m in self.members.items() if n != head]
-        address = addresses[0] if addresses else ""
-        # the head reaches itself by loopback, and the others by the address that they use
-        keepers = [k.replace(f"{LOOPBACK}:", f"{address or LOOPBACK}:") for k in self.keepers]
         missing = [str(n) for n in range(self.max_nodes) if n not in self.members]
         why = "the others went on without this node"
         if self.leaving:
@@ -345,9 +349,9 @@ class NodeRegistry:
             "nodes": self.nodes,
             "port": self.port,
             "key": self.key,
-            "keepers": keepers,
-            # the head uses the address by which the other nodes reach it
-            "address": address if node == head else "",
+            "keepers": self.keepers,
+            # the others know by which address they reach the head
+            "address": self.address if node == self.info.node else "",
             "regroup": bool(stale or waiting or self.leaving or self.lost),
             "why": self.lost or why,
             "orderly": expected and not self.lost and not stale,
@@ -370,6 +374,15 @@ def listen(host: str, port: int) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
+
+
+def listen_at(address: str) -> socket.socket:
+    """Return a listening socket on this address alone; if it is not this machine's, on all."""
+    with contextlib.suppress(OSError):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if address:
+            return socket.create_server((address, 0), family=family)
+    return listen("", 0)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,8 @@
 """Rendezvous of a run's launchers, in the form that torch's elastic agent expects.
 
 Each round has a store of its own in node 0's launcher, because the store of a dead attempt must not
-be reused. Runs on one node listen on loopback only.
+be reused. It listens at the address by which the nodes reach node 0, and on loopback only in runs
+on one node.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from colotrain.errors import UsageError
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership, Round, SingleNode
 from colotrain.launch.memory_files import MemoryFiles
-from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry, listen
+from colotrain.launch.node_registry import (
+    LOOPBACK,
+    Leaving,
+    NodeInfo,
+    NodeRegistry,
+    is_loopback,
+    listen,
+    listen_at,
+)
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, read_json
 from colotrain.spec.elastic import CopyPlaces
@@ -80,8 +89,8 @@ class Rendezvous:
         self.keeper: CopyKeeper | None = None
         self.files, self.own, self.buddy = files, "", ""
         """Addresses of this keeper and of the one that keeps this node's copies, in this round."""
-        self.key, self.keepers = "", ("",)
-        """Secret of this round, and addresses of all its keepers."""
+        self.key = ""
+        """Secret of this round."""
         self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
@@ -138,14 +147,14 @@ class Rendezvous:
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
-    def _open_store(self) -> int:
-        """Open a new store in this process; return its port."""
+    def _open_store(self, address: str) -> int:
+        """Open a new store in this process, which listens there alone; return its port."""
         from torch.distributed import TCPStore
 
-        socket_ = listen(self.node.host, 0)
-        port: int = socket_.getsockname()[1]
+        socket_ = listen_at(LOOPBACK if is_loopback(self.node.host) else address)
+        here, port = socket_.getsockname()[:2]
         store = TCPStore(
-            "127.0.0.1",
+            LOOPBACK if here in ("::", "0.0.0.0") else here,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -153,7 +162,7 @@ class Rendezvous:
             master_listen_fd=socket_.detach(),
         )
         self.stores = [*self.stores, store][-STORES_KEPT:]
-        return port
+        return int(port)
 
     @property
     def timeout(self) -> datetime.timedelta:
@@ -181,7 +190,7 @@ class Rendezvous:
         place = found.nodes.index(self.node.rank)
         if self.keeper is not None:
             self.keeper.end_senders()
-        self.key, self.keepers, self.own = found.key, found.keepers, found.keepers[place]
+        self.key, self.own = found.key, found.keepers[place]
         theirs = found.keepers[place - 1]
         self.buddy = theirs if self.own and theirs != self.own else ""
         return place

@@ -9,6 +9,8 @@ MEMORY_FILES = "COLOTRAIN_MEMORY_FILES"
 
 COPY_PLACES = "COLOTRAIN_COPY_PLACES"
 """Environment variable of a worker: its `CopyPlaces`, as JSON."""
+ROUND_KEY = "COLOTRAIN_ROUND_KEY"
+"""Environment variable of a worker: the secret of its round, another one in each attempt."""
 COPY_SERVICE = "copies"
 """Name of the service that launchers are which keep copies (`connections`)."""
 COPY_STALL_S = 30.0

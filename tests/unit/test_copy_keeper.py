@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colotrain.connections import Link, StrangerError
+from colotrain.connections import Link, StrangerError, connect
 from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
 from colotrain.engine.checkpoint.memory_file import MemoryFile
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.launch import copy_keeper
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.node_registry import listen
+from colotrain.spec.elastic import COPY_SERVICE
 
 RANK = 5
 
@@ -175,6 +176,19 @@ def test_strangers_can_neither_read_nor_write(keeper: CopyKeeper, handles: list[
     with pytest.raises(StrangerError, match="knows no secret"):
         link_to(keeper, "")
     assert found(keeper) == {1: True}
+
+
+def test_a_connection_that_was_led_to_another_keeper_is_ended(
+    keeper: CopyKeeper, handles: list[int]
+) -> None:
+    """By somebody on the way, who cannot read what is said, but where it goes."""
+    for to in ("127.0.0.1:1", f"127.0.0.2:{keeper.port}", ""):
+        where = "127.0.0.1", keeper.port
+        link = connect(where, secret="secret", service=COPY_SERVICE, within_s=20)
+        link.send({"rank": RANK, "to": to}, within_s=20)
+        with pytest.raises(OSError, match=r"ended|reset"):
+            link.read(within_s=20)
+    assert keeper.kept == {}
 
 
 def test_a_node_without_memory_refuses_and_keeps_what_it_has(

@@ -69,9 +69,11 @@ class Launchers:
     """A registry and the launchers of its nodes, ended with the test."""
 
     def __init__(self) -> None:
-        self.listener = node_registry.listen("127.0.0.1", 0)
+        self.listener = socket.create_server(("", 0))
         self.port = self.listener.getsockname()[1]
         self.stores = 0
+        self.addresses: list[str] = []
+        """Those at which the stores were to listen."""
         self.members: list[Membership] = []
         self.links: dict[threading.Thread, Link] = {}
 
@@ -105,17 +107,19 @@ class Launchers:
         )
         return self.registry
 
-    def open_store(self) -> int:
+    def open_store(self, address: str) -> int:
         self.stores += 1
+        self.addresses.append(address)
         return 5000 + self.stores
 
     def join(self, node: int, secret: str = "secret", **changes: Any) -> Membership:
-        stop = changes.pop("stop", lambda: False)
+        stop, keeper_port = changes.pop("stop", lambda: False), changes.pop("keeper_port", 0)
         member = Membership(
-            ("127.0.0.1", self.port),
+            (changes.pop("head", "127.0.0.1"), self.port),
             node_info(node, **changes),
             secret=lambda: secret,
             lost_s=5,
+            keeper_port=keeper_port,
             stop=stop,
         )
         self.members.append(member)
@@ -175,6 +179,31 @@ def test_every_round_has_a_store_of_its_own(launchers: Launchers) -> None:
     members = launchers.join(0), launchers.join(1)
     assert [r.port for r in launchers.rounds(*members)] == [5001, 5001]
     assert [(r.number, r.port) for r in launchers.rounds(*members)] == [(2, 5002)] * 2
+
+
+def test_a_round_has_a_key_and_the_addresses_of_those_who_keep_copies(launchers: Launchers) -> None:
+    """From the registry: whoever reaches torch's store could write other addresses there."""
+    launchers.open()
+    members = launchers.join(0, keeper_port=7000), launchers.join(1, keeper_port=7001)
+    found = [launchers.rounds(*members) for _ in range(2)]
+    assert {r.keepers for rounds in found for r in rounds} == {("127.0.0.1:7000", "127.0.0.1:7001")}
+    keys = [{r.key for r in rounds} for rounds in found]
+    assert [len(of_round) for of_round in keys] == [1, 1]
+    assert all(len(key) == 64 for of_round in keys for key in of_round)
+    assert keys[0] != keys[1]
+    assert launchers.addresses == ["127.0.0.1"] * 2
+
+
+def test_the_store_listens_where_the_nodes_reach_the_head(launchers: Launchers) -> None:
+    launchers.open(min_nodes=1, max_nodes=3, expected_nodes=2)
+    head, other = launchers.join(0, keeper_port=7000), launchers.join(1, head="127.0.0.2")
+    found = launchers.rounds(head, other)
+    assert [r.address for r in found] == ["127.0.0.2"] * 2
+    assert [r.keepers for r in found] == [("127.0.0.2:7000", "")] * 2
+    third = launchers.join(2, head="127.0.0.3")
+    until(lambda: len(launchers.registry.members) == 3)
+    launchers.rounds(head, other, third)
+    assert launchers.addresses == ["127.0.0.2", ""]
 
 
 def test_a_node_that_joins_interrupts_the_round(launchers: Launchers) -> None:
@@ -298,6 +327,12 @@ def test_a_member_that_sends_garbage_is_only_lost_itself(launchers: Launchers) -
     assert link.read(within_s=5)["refused"] == ""
     link.send({"round": "seven", "waits": []}, within_s=5)
     assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
+
+
+def test_a_store_listens_at_its_address_alone() -> None:
+    for address, expected in (("127.0.0.2", "127.0.0.2"), ("::1", "::1"), ("192.0.2.1", "")):
+        with node_registry.listen_at(address) as made:
+            assert made.getsockname()[0] in ((expected,) if expected else ("::", "0.0.0.0"))
 
 
 def test_loopback_stays_loopback(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -38,10 +37,10 @@ from colotrain.engine.checkpoint.shard_file import (
     PieceLock,
     write_pieces,
 )
+from colotrain.engine.notes import Notes
 from colotrain.events.kinds import Checkpoint, CheckpointFailed
 from colotrain.events.log import EventWriter
 from colotrain.rundir import make_folder, write_atomically
-from colotrain.torch_internals import own_store
 
 SLOWEST_BYTES_PER_S = 10e6
 """Bytes per second below which a disk counts as hanging."""
@@ -82,19 +81,19 @@ class Save:
 
     def write(self, events: EventWriter, beat: Callable[[], None]) -> None:
         """Write this rank's part and wait for the outcome of all. Never raises."""
-        rank, store = dist.get_rank(), own_store()
+        rank, notes = dist.get_rank(), Notes()
         try:
             try:
                 self._write_part(rank, beat)
             except (OSError, NotFinite) as error:
                 self.error = f"rank {rank}: {error}"
-            store.set(f"checkpoint/{self.number}/{rank}", self.error or "")
+            notes.write(f"checkpoint/{self.number}/{rank}", self.error or "")
             if rank == 0:
-                self.error = self._first_error(store, beat) or self._publish()
-                store.set(f"checkpoint/{self.number}", self.error or "")
+                self.error = self._first_error(notes, beat) or self._publish()
+                notes.write(f"checkpoint/{self.number}", self.error or "")
                 self._report(events)
             else:
-                self.error = self._await(store, f"checkpoint/{self.number}", beat)
+                self.error = self._await(notes, f"checkpoint/{self.number}", beat)
         except Exception as error:  # a bug, or rank 0 has ended and the store with it
             self.error = f"rank {rank}: {type(error).__name__}: {error}"
             traceback.print_exc(file=sys.stderr)
@@ -113,21 +112,21 @@ class Save:
         part = {"files": {file.name: entry}, "tensors": describe(self.pieces, written, file.name)}
         write_atomically(self._part(rank), json.dumps(part))
 
-    def _first_error(self, store: Any, beat: Callable[[], None]) -> str | None:
+    def _first_error(self, notes: Notes, beat: Callable[[], None]) -> str | None:
         """Wait for the outcome of every rank; returns the first error."""
         ranks = range(dist.get_world_size())
-        told = [self._await(store, f"checkpoint/{self.number}/{rank}", beat) for rank in ranks]
+        told = [self._await(notes, f"checkpoint/{self.number}/{rank}", beat) for rank in ranks]
         return next((error for error in told if error), None)
 
-    def _await(self, store: Any, key: str, beat: Callable[[], None]) -> str | None:
+    def _await(self, notes: Notes, key: str, beat: Callable[[], None]) -> str | None:
         pause_s = POLL_S
-        while not store.check([key]):
+        while (told := notes.read(key)) is None:
             beat()
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # a thousand ranks may ask one store
             if time.monotonic() > self.deadline:
                 return f"{key}: no rank has reported the outcome in time"
-        return bytes(store.get(key)).decode() or None
+        return told or None
 
     def _publish(self) -> str | None:
         """On rank 0, join the parts and rename the folder; returns the error, if any."""

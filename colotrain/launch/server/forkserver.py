@@ -26,7 +26,7 @@ from typing import Any
 from colotrain import host
 from colotrain.launch.server.process_titles import name_process
 from colotrain.parent_process import die_with
-from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES
+from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
 
 FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -186,11 +186,12 @@ def without_results() -> Iterator[None]:
         contexts["forkserver"] = before
 
 
-def work(module: str, rundir: str, launcher: int, copies: list[str], places: str) -> None:
+def work(module: str, rundir: str, launcher: int, copies: list[str], places: str, key: str) -> None:
     """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
 
     An exception is printed to the worker's log. `launcher` is the launcher's process id, `copies`
-    are the paths of its `MemoryFiles`, by local rank, and `places` are its `CopyPlaces`, as JSON.
+    are the paths of its `MemoryFiles`, by local rank, `places` are its `CopyPlaces`, as JSON, and
+    `key` is the secret of the round.
 
     It exits without returning: torch's agent would receive the result over a queue, whose locks a
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
@@ -198,6 +199,7 @@ def work(module: str, rundir: str, launcher: int, copies: list[str], places: str
     """
     die_with(launcher)
     die_with(os.getppid())  # without the server, nobody learns how this process ends
+    os.environ[ROUND_KEY] = key
     if copies:
         os.environ[MEMORY_FILES] = copies[int(os.environ["LOCAL_RANK"])]
         os.environ[COPY_PLACES] = places
