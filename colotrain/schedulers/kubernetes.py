@@ -25,6 +25,8 @@ NAME_RE = rf"{LABEL_RE}(\.{LABEL_RE})*"
 EXPECTED = "a name of lower-case letters, digits, `-` and `.` (RFC 1123)"
 QUANTITY = r"\d+(\.\d+)?([KMGTPE]i?|[mk])?"
 INSTANCE = "app.kubernetes.io/instance"
+JOB_SET = "jobset.sigs.k8s.io/jobset-name"
+"""Label of the pods of a TrainJob, whose JobSet has its name."""
 PLAN_FOLDER = "/etc/colotrain"
 MOST_CARRIED = 900_000
 """Bytes of plan and configuration: a ConfigMap holds 1 MiB."""
@@ -57,6 +59,9 @@ class Kubernetes(Elsewhere):
     """Name of the Secret with which the image is pulled."""
     runtime: str = "torch-distributed"
     """TrainJob: the ClusterTrainingRuntime, whose container must be called `node`."""
+    network_policy: bool = True
+    """Whether pods may be reached by those of the same job alone, where the cluster's network
+    heeds NetworkPolicies."""
     grace_s: int = 300
     """Seconds in which pods that are asked to end can save."""
     max_requeues: int = 6
@@ -109,9 +114,12 @@ def render(job: Job, settings: Kubernetes) -> str:
         problem = f"the plan has {size} bytes, more than the {MOST_CARRIED} of a ConfigMap"
         raise UsageError(problem, "name fewer values in the configuration")
     plan = _object("v1", "ConfigMap", name, settings, {"data": files})
+    objects = [plan]
+    if settings.network_policy:
+        objects.append(_network_policy(name, settings))
     if settings.kind == "trainjob":
-        return elsewhere.to_yaml(plan, _train_job(job, name, settings))
-    return elsewhere.to_yaml(plan, _service(name, settings), _job(job, name, settings))
+        return elsewhere.to_yaml(*objects, _train_job(job, name, settings))
+    return elsewhere.to_yaml(*objects, _service(name, settings), _job(job, name, settings))
 
 
 def _object(
@@ -123,6 +131,14 @@ def _object(
 
 def _labels(name: str, settings: Kubernetes) -> dict[str, str]:
     return {**settings.labels, "app.kubernetes.io/name": "colotrain", INSTANCE: name}
+
+
+def _network_policy(name: str, settings: Kubernetes) -> dict[str, Any]:
+    """Return what keeps other pods from the ports of torch, which ask nobody for a proof."""
+    label = INSTANCE if settings.kind == "job" else JOB_SET
+    pods = {"podSelector": {"matchLabels": {label: name}}}
+    spec = {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}
+    return _object("networking.k8s.io/v1", "NetworkPolicy", name, settings, {"spec": spec})
 
 
 def _service(name: str, settings: Kubernetes) -> dict[str, Any]:
@@ -287,6 +303,8 @@ def _delete(name: str, settings: Kubernetes) -> None:
     kinds = ["configmap", "service", "job.batch"]
     if settings.kind == "trainjob":
         kinds = ["configmap", "trainjob.trainer.kubeflow.org"]
+    if settings.network_policy:
+        kinds.insert(1, "networkpolicy.networking.k8s.io")
     bound_s = settings.grace_s + commands.ASK_S
     how = ["--ignore-not-found", "--cascade=foreground", f"--timeout={bound_s:.0f}s"]
     words = [*_kubectl(settings), "delete", *how, "--", *(f"{kind}/{name}" for kind in kinds)]

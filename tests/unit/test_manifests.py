@@ -120,9 +120,9 @@ def test_skypilot_itself_reads_the_task() -> None:
 
 
 def test_the_objects_of_a_job_name_one_another() -> None:
-    plan, service, job = yaml.safe_load_all(render("kubernetes"))
+    plan, policy, service, job = yaml.safe_load_all(render("kubernetes"))
     name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
-    assert {o["metadata"]["name"] for o in (plan, service)} == {name}
+    assert {o["metadata"]["name"] for o in (plan, policy, service)} == {name}
     assert (
         service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     )
@@ -284,7 +284,9 @@ def test_a_job_of_kubernetes_is_submitted_listed_shown_and_ended(
     assert guarded(["stop", "far"]) == 0
     calls = (kubectl / "calls").read_text()
     deleted = [line for line in calls.splitlines() if " delete " in f" {line}"][-1]
-    assert deleted.partition(" -- ")[2] == f"configmap/{name} service/{name} job.batch/{name}"
+    assert deleted.partition(" -- ")[2] == (
+        f"configmap/{name} networkpolicy.networking.k8s.io/{name} service/{name} job.batch/{name}"
+    )
     assert "apply --dry-run=server" in calls
     assert f"app.kubernetes.io/instance={name}" in calls
 
@@ -309,7 +311,8 @@ def test_without_kubectl_the_job_is_printed_and_nothing_written(
     (kubectl / "bin" / "kubectl").unlink()
     assert guarded(["submit", *TINY, "name=far"]) == 2
     printed = capsys.readouterr()
-    assert [d["kind"] for d in yaml.safe_load_all(printed.out)] == ["ConfigMap", "Service", "Job"]
+    kinds = [document["kind"] for document in yaml.safe_load_all(printed.out)]
+    assert kinds == ["ConfigMap", "NetworkPolicy", "Service", "Job"]
     assert "nothing is submitted" in printed.err
     assert not Path("runs").exists()
 
