@@ -26,7 +26,6 @@ from colotrain.launch.node_registry import (
     Refused,
     RendezvousError,
     Stopped,
-    is_loopback,
 )
 from colotrain.launch.timeouts import POLL_S, AwakeTimeout, wait_readable
 
@@ -148,7 +147,7 @@ class Membership:
         )
 
     def _address_of_head(self) -> str:
-        return LOOPBACK if is_loopback(self.head[0]) else self.address or self.head[0]
+        return self.address or self.head[0]
 
     def _check_end(self) -> None:
         if self.stop():

@@ -151,7 +151,7 @@ class Rendezvous:
         """Open a new store in this process, which listens there alone; return its port."""
         from torch.distributed import TCPStore
 
-        socket_ = listen_at(LOOPBACK if is_loopback(self.node.host) else address)
+        socket_ = listen_at(address or (LOOPBACK if is_loopback(self.node.host) else ""))
         here, port = socket_.getsockname()[:2]
         store = TCPStore(
             LOOPBACK if here in ("::", "0.0.0.0") else here,
