@@ -21,6 +21,7 @@ import pytest
 from colotrain import connections
 from colotrain.certificates import key_and_certificate, tls_context
 from colotrain.connections import Link, Service, StrangerError, connect, network_of
+from tests.relay import Relay, peak_kib
 
 WITHIN_S = 20.0
 CHECK_SELF_SIGNED = 0x4000
@@ -68,39 +69,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "AGAIN_S", 0.0)
 
 
-Change = Callable[[bytes, int, bool], bytes]
-
-
-class Between:
-    """Somebody on the way, who passes on what both sides say, as `change` makes it.
-
-    It is called with the bytes, how many the same side has sent before, and whether that is the
-    client.
-    """
-
-    def __init__(self, where: tuple[str, int], change: Change = lambda data, at, _: data) -> None:
-        self.to, self.change = where, change
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.where: tuple[str, int] = self.listener.getsockname()
-        self.seen: dict[bool, bytes] = {True: b"", False: b""}
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self) -> None:
-        client, _ = self.listener.accept()
-        server = socket.create_connection(self.to)
-        for one, other, is_client in ((client, server, True), (server, client, False)):
-            threading.Thread(target=self.pass_on, args=(one, other, is_client), daemon=True).start()
-
-    def pass_on(self, one: socket.socket, other: socket.socket, is_client: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                at = len(self.seen[is_client])
-                self.seen[is_client] += data
-                other.sendall(self.change(data, at, is_client))
-        with contextlib.suppress(OSError):
-            other.shutdown(socket.SHUT_WR)
-
-
 def test_both_sides_speak_tls_1_3(echo: Echo) -> None:
     link = echo.link()
     assert link.socket.version() == "TLSv1.3"
@@ -109,7 +77,7 @@ def test_both_sides_speak_tls_1_3(echo: Echo) -> None:
 
 
 def test_who_passes_everything_on_reads_nothing(echo: Echo) -> None:
-    between = Between(echo.where)
+    between = Relay(echo.where)
     link = echo.link(between.where)
     assert ask(link, "weights " * 500) == {"echo": {"text": "weights " * 500}}
     seen = between.seen[True] + between.seen[False]
@@ -137,7 +105,7 @@ def test_a_byte_that_is_changed_on_the_way_ends_the_connection(
         begun.set()
         ask(link, "stop")
 
-    between = Between(echo.where, change)
+    between = Relay(echo.where, change)
     with pytest.raises((OSError, ValueError)):
         speak()
     assert echo.told == ([{"text": "stop"}] if begun.is_set() and not is_client else [])
@@ -145,7 +113,7 @@ def test_a_byte_that_is_changed_on_the_way_ends_the_connection(
 
 @pytest.mark.parametrize("part", ["all", "without the first message", "the messages alone"])
 def test_what_was_said_before_is_of_no_use(echo: Echo, part: str) -> None:
-    between = Between(echo.where)
+    between = Relay(echo.where)
     link = echo.link(between.where)
     proof = len(between.seen[True])
     ask(link, "free everything")
@@ -297,7 +265,7 @@ for line in sys.stdin:
     if line == "free\\n":
         for handle in handles:
             os.close(handle)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
+    print("done", flush=True)
 """
 
 
@@ -312,13 +280,12 @@ class Child:
         assert self.process.stdout is not None
         self.where = "127.0.0.1", int(self.process.stdout.readline())
 
-    def tell(self, word: str) -> int:
-        """Return the most memory, in KiB, that the process has taken so far."""
+    def tell(self, word: str) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        assert self.process.stdout.readline() == "done\n"
 
     def link(self) -> Link:
         return connect(self.where, secret="secret", service="echo", within_s=60)
@@ -394,7 +361,7 @@ def test_large_messages_without_a_proof_take_no_memory(
     monkeypatch.setattr(connections, "AGAIN_S", 30.0)
     child = start(1024)
     ask(child.link(), "warm")
-    before = child.tell("how much")
+    before = peak_kib(child.process.pid)
     # a record of 16 KiB, the first of which begins a message of 16 MiB
     record = b"\x16\x03\x01\x40\x00" + b"\x01\xff\xff\xff" + bytes(0x4000 - 4)
     strangers = []
@@ -407,7 +374,7 @@ def test_large_messages_without_a_proof_take_no_memory(
                 data = data[stranger.send(data) :]
         strangers.append(stranger)
     assert ask(child.link(), "new") == {"echo": {"text": "new"}}
-    assert child.tell("how much") - before < 24 << 10
+    assert peak_kib(child.process.pid) - before < 24 << 10
     for stranger in strangers:
         stranger.close()
 

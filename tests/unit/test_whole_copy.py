@@ -217,5 +217,9 @@ def test_a_launcher_that_is_gone_sends_all_to_the_checkpoint(
 ) -> None:
     first, second, third = hosts(3, procs=1)
     attempt(ranks, [first, second, third], 1, 2)
-    monkeypatch.setattr(third.keeper, "secret", lambda: "another")
+
+    def cut(*_: object) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(third.keeper, "_answer", cut)
     assert attempt(ranks, [first, third], name="b") == [None] * 2
