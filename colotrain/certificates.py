@@ -75,6 +75,7 @@ def _integer(value: int) -> bytes:
     return _der(INTEGER, value.to_bytes(value.bit_length() // 8 + 1))
 
 
+@lru_cache(maxsize=8)
 def key_and_certificate(secret: str, purpose: str) -> tuple[str, str]:
     """Return both as PEM: the same wherever and whenever, and others for another purpose."""
     own = _number(secret, f"key {purpose}")
