@@ -47,8 +47,7 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
         return Estimate(breakdown=breakdown, peak=PeakRange(exact=total, low=total, high=2 * total))
     allocations = AllocationCounter(on_cpu=layout.device == "cpu")
     _StepSimulation(layout, survey, trace, allocations).run()
-    accumulates = layout.accumulation_steps > 1
-    kept = allocations.resident(accumulates=accumulates) - allocations.fullest
+    kept = allocations.resident() - allocations.fullest
     at = {**allocations.at_fullest, "buffers": allocations.at_fullest["buffers"] + kept}
     breakdown = dataclasses.replace(MemoryBreakdown(**at), baseline=layout.baseline)
     beside = gpu_margin_bytes(layout) if layout.device == "cuda" else 0
@@ -197,7 +196,7 @@ class _StepSimulation:
         sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
         made = {("made", i): n for i, n in enumerate([*sizes, max(sizes, default=0)])}
         for key, num_bytes in made.items():
-            self.allocations.begin(key, "buffers", num_bytes, in_place_of="activations")
+            self.allocations.begin(key, "buffers", num_bytes)
         self.allocations.end(*made)
 
     def micro_batch(self, *, last: bool) -> None:
