@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from colotrain.errors import ColotrainError
 
 CGROUP = Path("/sys/fs/cgroup")
 FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
+MOST_THREADS = 1024
 
 
 def allow_open_files() -> int:
@@ -30,6 +32,18 @@ def check_open_files() -> None:
     if limit < FEWEST_OPEN_FILES:
         problem = f"open files: at most {limit} are allowed here, and colotrain needs some hundred"
         raise ColotrainError(problem, f"raise the limit, as with `ulimit -n {ENOUGH_OPEN_FILES}`")
+
+
+def chosen_threads() -> tuple[int, str]:
+    """Return the threads that the environment gives a process, and the variable; (0, "") without.
+
+    As torch reads them: the first number of a list, and what is no number is not read.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        first = os.environ.get(name, "").partition(",")[0].strip()
+        if first.isdecimal() and 0 < int(first) <= MOST_THREADS:
+            return int(first), name
+    return 0, ""
 
 
 def memory_bytes() -> int:

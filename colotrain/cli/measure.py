@@ -38,7 +38,7 @@ def measure(resolved: ResolvedConfig) -> rates.Measurement:
         )
     ranks, precision = plan.cluster.procs_per_node, plan.train.precision
     threads = plan.cluster.threads_per_rank
-    cores = resolved.machine.num_cores
+    cores = resolved.machine.cores_used(ranks)
     task = _task(ranks, threads, precision)
     with tempfile.TemporaryDirectory(prefix="colotrain-measure-") as folder:
         file = Path(folder, "task.json")

@@ -14,6 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from colotrain import host
 from colotrain.engine import exchange
 from colotrain.engine.loop import PATIENCE_FACTOR
 from colotrain.rundir import RunDir
@@ -66,7 +67,7 @@ def connect(plan: RunPlan) -> torch.device:
     The launchers notice a rank that hangs or a node that is gone earlier, and can name it. A run
     whose processes were all stopped for hours (Ctrl-Z, SLURM's suspend) continues.
     """
-    torch.set_num_threads(plan.cluster.threads_per_rank)
+    torch.set_num_threads(host.chosen_threads()[0] or plan.cluster.threads_per_rank)
     choose_interface(os.environ["MASTER_ADDR"])
     longest_s = start_patience(plan) + plan.elastic.hang_timeout_s + SUSPENDED_S
     timeout = datetime.timedelta(seconds=longest_s)
@@ -98,7 +99,8 @@ def run_near(device: torch.device) -> None:
         text = (PCI_DEVICES / address / "local_cpulist").read_text()
         if near := cores_of(text) & os.sched_getaffinity(0):
             os.sched_setaffinity(0, near)
-            torch.set_num_threads(min(torch.get_num_threads(), len(near)))
+            if not host.chosen_threads()[0]:
+                torch.set_num_threads(min(torch.get_num_threads(), len(near)))
 
 
 def cores_of(text: str) -> set[int]:

@@ -44,7 +44,7 @@ STORES_KEPT = 2
 """Number of stores kept: the newest round's, and the previous one for workers still exiting."""
 OF_ONE_MACHINE = {
     "": ("memory", "warnings"),
-    "cluster": ("memory_bytes", "threads_per_rank"),
+    "cluster": ("memory_bytes", "threads_per_rank", "threads_set_by"),
     "plugin": ("reason",),
     "elastic": ("memory_copy",),
 }

@@ -32,11 +32,24 @@ class Machine:
     """Bytes of the smallest GPU's memory; 0 on a CPU machine."""
     host_free_bytes: int = field(default=0, compare=False)
     """Bytes of host memory that are free now; 0 where unknown."""
+    threads: int = 0
+    """Threads that the user's environment gives each process; 0: cores are divided among ranks."""
+    threads_set_by: str = ""
+    """The environment variable that says so."""
+
+    def threads_of(self, ranks: int) -> int:
+        """Return the threads of each of `ranks` ranks on this machine."""
+        return self.threads or max(1, self.num_cores // ranks)
+
+    def cores_used(self, ranks: int) -> int:
+        """Return the cores on which `ranks` ranks compute."""
+        return min(self.num_cores, self.threads * ranks) if self.threads else self.num_cores
 
 
 def this_machine() -> Machine:
     """Describe the machine that this process runs on."""
     gpus = _gpu_memory_bytes() if torch_has_cuda() else []
+    threads, variable = host.chosen_threads()
     return Machine(
         device="cuda" if gpus else "cpu",
         num_devices=len(gpus),
@@ -44,6 +57,8 @@ def this_machine() -> Machine:
         host_memory_bytes=host.memory_bytes(),
         device_memory_bytes=min(gpus, default=0),
         host_free_bytes=host.free_bytes(),
+        threads=threads,
+        threads_set_by=variable,
     )
 
 

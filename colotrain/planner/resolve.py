@@ -298,7 +298,8 @@ def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
         nodes=scale.nodes,
         procs_per_node=scale.procs_per_node,
         device=scale.device,
-        threads_per_rank=max(1, machine.num_cores // scale.procs_per_node),
+        threads_per_rank=machine.threads_of(scale.procs_per_node),
+        threads_set_by=machine.threads_set_by,
         memory_bytes=scale.memory_bytes,
     )
 

@@ -232,7 +232,7 @@ def timed_hardware(
 ) -> Callable[[Layout], Hardware] | None:
     """Function from layout to hardware: as described, as measured here, or typical CPU cores."""
     described, train = settings.hardware, settings.train
-    threads = max(1, machine.num_cores // scale.procs_per_node)
+    threads = machine.threads_of(scale.procs_per_node)
     if described.name is not None and described.is_timed and scale.device != "cpu":
         fp32 = "tf32" if train.tf32 and "tf32" in described.tflops else "fp32"
         precision = fp32 if train.precision == "fp32" else train.precision
@@ -248,7 +248,7 @@ def timed_hardware(
     if scale.device != "cpu":
         return None
     ranks, precision = scale.procs_per_node, train.precision
-    measured = known(cores=machine.num_cores, ranks=ranks, precision=precision)
+    measured = known(cores=machine.cores_used(ranks), ranks=ranks, precision=precision)
     typical = typical_cpu(threads=threads, precision=precision)
     here = typical if measured is None else hardware_of(measured)
     return lambda layout: here

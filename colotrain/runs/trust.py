@@ -83,7 +83,7 @@ ALLOWED = {
         f"cluster.{key}": WORDS
         for key in (
             *("nodes", "procs_per_node", "device", "memory", "node_rank"),
-            *("threads_per_rank", "memory_bytes"),
+            *("threads_per_rank", "threads_set_by", "memory_bytes"),
         )
     },
     "hardware": TEXT,

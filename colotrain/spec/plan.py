@@ -286,6 +286,8 @@ class ClusterPlan:
     threads_per_rank: int
     memory_bytes: int
     """Bytes of memory that one rank may use."""
+    threads_set_by: str = ""
+    """Environment variable that set `threads_per_rank`; empty: cores were divided among ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

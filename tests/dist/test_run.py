@@ -223,6 +223,23 @@ def test_a_run_without_evaluation_collects_garbage_but_not_among_what_was_import
     assert all(enabled == "True" and int(frozen) > 100_000 for _, enabled, frozen in told)
 
 
+def test_the_threads_of_the_environment_count_in_a_run_and_the_next_ones_when_it_is_resumed(
+    colotrain: Colotrain,
+) -> None:
+    (colotrain.cwd / "hooks.py").write_text(
+        "import torch\ndef look(model, step):\n    print('threads', torch.get_num_threads())\n"
+    )
+    words = (*SMALL, "name=threads", "train.on_gradients=hooks:look", "train.eval_steps=0")
+    for steps, threads in ((1, "3"), (2, "2")):
+        verb = ("run", *words) if steps == 1 else ("resume", "threads")
+        result = colotrain(*verb, f"train.max_steps={steps}", env={"OMP_NUM_THREADS": threads})
+        assert result.code == 0, result.err
+        assert colotrain.rundir("threads").plan().cluster.threads_per_rank == int(threads)
+    logs = [path.read_text() for path in colotrain.rundir("threads").logs.rglob("stdout.log")]
+    told = [line.split()[1] for log in logs for line in log.splitlines() if "threads " in line]
+    assert sorted(told) == ["2", "2", "3", "3"]
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_never_kept_for_a_good_one(
     colotrain: Colotrain,
 ) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,31 @@ def test_a_cpu_machine_gets_a_rank_per_core_up_to_eight() -> None:
     assert cluster.memory_bytes == 8 << 30
     large = plan(machine=Machine(**{**_fields(LAPTOP), "num_cores": 32})).cluster
     assert (large.procs_per_node, large.threads_per_rank) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, (0, "")),
+        ({"OMP_NUM_THREADS": "4"}, (4, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "7"}, (2, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "0", "MKL_NUM_THREADS": "7"}, (7, "MKL_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "many"}, (0, "")),
+        ({"OMP_NUM_THREADS": "9" * 30}, (0, "")),
+    ],
+)
+def test_threads_are_those_of_the_environment_or_a_share_of_the_cores(
+    variables: dict[str, str], threads: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert host.chosen_threads() == threads
+    given = dict(zip(("threads", "threads_set_by"), threads, strict=True))
+    cluster = plan(machine=replace(LAPTOP, num_cores=32, **given)).cluster
+    assert cluster.threads_per_rank == (threads[0] or 4)
+    assert cluster.threads_set_by == threads[1]
 
 
 def test_a_gpu_machine_gets_a_rank_per_gpu() -> None:
