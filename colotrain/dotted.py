@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.errors import ConfigError, Problem, message_of, suggest
 
 FORM = "`package.module:callable`"
 PACKAGE = str(Path(__file__).resolve().parent)
@@ -60,7 +60,7 @@ def _import(key: str, dotted: str, module_name: str) -> ModuleType:
 def described(error: BaseException) -> str:
     """Describe an error and its line in the user's code: `KeyError: 'x' (model.py:12)`."""
     line = users_line(error)
-    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
+    return f"{type(error).__name__}: {message_of(error)}{f' ({line})' if line else ''}"
 
 
 def users_line(error: BaseException) -> str:

@@ -9,8 +9,21 @@ from typing import Any
 
 from colotrain.spec import exit_codes
 
+MOST_PRINTED, MOST_OF_ERROR, MOST_WRITTEN = 4_000, 2_000, 20_000
+"""Characters of a printed line, of one exception's message, and of a text in a run's events."""
+MOST_PROBLEMS = 50
 
-def one_line(text: str) -> str:
+
+def shortened(text: str, most: int = MOST_PRINTED) -> str:
+    """Return `text`; where it is long, its beginning, how much is left out, and its end."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    begin = most - end
+    return f"{text[:begin]} [{len(text) - most:,} characters left out] {text[-end:]}"
+
+
+def printable(text: str) -> str:
     """Return `text` as one line without control characters.
 
     Messages hold what others wrote: names in plans, workers' exceptions, answers of commands. A
@@ -19,12 +32,26 @@ def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
+def one_line(text: str) -> str:
+    """Return `text` as one line that can be printed, of bounded length."""
+    return printable(shortened(text))
+
+
+def message_of(error: BaseException) -> str:
+    """Return what an exception says, of bounded length; a user's own may fail to say anything."""
+    try:
+        return shortened(str(error), MOST_OF_ERROR)
+    except Exception as another:
+        return f"its message cannot be shown: {type(another).__name__}"
+
+
 class ColotrainError(Exception):
     """A failure that the user can act on: `problem` says what it is, `fix` what to do."""
 
     exit_code = exit_codes.FAILED
 
     def __init__(self, problem: str, fix: str = "") -> None:
+        problem = shortened(problem)
         super().__init__(f"{problem}; {fix}" if fix else problem)
         self.problem = problem
         self.fix = fix
@@ -65,14 +92,16 @@ class ConfigError(ColotrainError):
     exit_code = exit_codes.USAGE
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("; ".join(str(problem) for problem in problems))
+        super().__init__("; ".join(map(str, problems[:MOST_PROBLEMS])))
         self.problems = tuple(problems)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)
 
     def lines(self) -> list[str]:
-        return [one_line(f"error: {problem}") for problem in self.problems]
+        lines = [one_line(f"error: {problem}") for problem in self.problems[:MOST_PROBLEMS]]
+        more = len(self.problems) - MOST_PROBLEMS
+        return [*lines, f"error: and {more:,} more"] if more > 0 else lines
 
 
 class UsageError(ColotrainError):

@@ -6,7 +6,7 @@ import math
 import subprocess
 import time
 
-from colotrain.errors import UsageError
+from colotrain.errors import UsageError, printable
 from colotrain.events.fold import follow
 from colotrain.events.liveness import Launcher, find, is_running, launcher_of, state
 from colotrain.events.view import ENDED
@@ -14,7 +14,6 @@ from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers import commands
 from colotrain.schedulers.registry import job_logs, recall, scheduler_of_job
 from colotrain.show.console import print_json, tell
-from colotrain.show.formatting import clean
 from colotrain.show.logs import LAUNCHERS, Lines, sources
 
 POLL_S = 0.5
@@ -92,7 +91,7 @@ def _print_of(
             raise UsageError(f"{words[0]}: the command is not here", "install it") from error
     done = commands.run(words, label=words[0], timeout_s=LOG_S)
     printed = commands.checked(done, what=words[0], fix="`colotrain runs` shows the job's state")
-    found = [clean(line) for line in printed.splitlines()]
+    found = [printable(line) for line in printed.splitlines()]
     if as_json:
         print_json({"run": rundir.name, "logs": [], "lines": found})
         return 0

@@ -10,6 +10,7 @@ import torch
 
 from colotrain.engine.run_state import Run
 from colotrain.engine.spans import Spans
+from colotrain.errors import message_of
 from colotrain.events.kinds import Note, Traced
 from colotrain.spec.observing import ProfilePlan
 
@@ -110,5 +111,5 @@ class Profiler:
             self._torch = None
             if self.window is not None:  # no second attempt
                 self.window = replace(self.window, ranks=())
-            text = f"no trace: {type(error).__name__}: {' '.join(str(error).split())}"
+            text = f"no trace: {type(error).__name__}: {' '.join(message_of(error).split())}"
             self.run.events.write(Note(step=self.run.step, text=text))

@@ -15,7 +15,7 @@ from colotrain.engine.precision import dtype_of
 from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding.shards import local_shard
-from colotrain.errors import ColotrainError
+from colotrain.errors import MOST_WRITTEN, ColotrainError, message_of, shortened
 from colotrain.events.kinds import DeviceMemory, Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
@@ -122,7 +122,7 @@ def record_gradients(run: Run, recorder: Recorder, *, noise: dict[str, Any] | No
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: on a GPU, or on CPU in a process with a limit (ulimit -v)."""
-    refused = "DefaultCPUAllocator: can't allocate memory" in str(error)
+    refused = "DefaultCPUAllocator: can't allocate memory" in message_of(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or refused
 
 
@@ -130,8 +130,9 @@ def record_failure(events: EventWriter, error: BaseException, *, phase: str, ste
     """Write the event for a failure of this rank in `step` (from 1); returns its exit code."""
     text = "".join(traceback.format_exception(error))
     if ran_out_of_memory(error):
-        error = ColotrainError(f"memory ran short: {error}", FIX_MEMORY)
+        error = ColotrainError(f"memory ran short: {message_of(error)}", FIX_MEMORY)
     told = described(error)
-    events.write(Failure(phase=phase, step=step, error=told, traceback=text))
+    traceback_text = shortened(text, MOST_WRITTEN)  # all of it is in the rank's log
+    events.write(Failure(phase=phase, step=step, error=told, traceback=traceback_text))
     sys.stderr.write(text)
     return WORKER_FINAL if isinstance(error, ColotrainError) else FAILED

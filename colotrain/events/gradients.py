@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from colotrain.events.event import READ_ONLY, Event, EventKind, event_kind
 from colotrain.events.kinds import Resumed, Step, WorkerStarted
-from colotrain.events.log import decode, event_files
-from colotrain.rundir import RunDir, regular
+from colotrain.events.log import decode, event_files, lines_of
+from colotrain.rundir import RunDir
 
 MOST_COLUMNS = 256
 """Maximum number of records in a heat map; a longer history is thinned out evenly."""
@@ -305,13 +305,12 @@ def _events(path: Path, kinds: tuple[str, ...], attempt: int | None) -> Iterator
     """Yield the events of `kinds`; skip other lines without parsing them."""
     marks = [f'"{kind}"'.encode() for kind in kinds]
     try:
-        with open(path, "rb", opener=regular) as file:
-            for line in file:
-                head = line[:200]
-                if not line.endswith(b"\n") or not any(mark in head for mark in marks):
-                    continue
-                event = decode(line, rank=0, attempt=attempt)
-                if event is not None and event.kind in kinds:
-                    yield event
+        for line in lines_of(path):
+            head = line[:200]
+            if not any(mark in head for mark in marks):
+                continue
+            event = decode(line, rank=0, attempt=attempt)
+            if event is not None and event.kind in kinds:
+                yield event
     except OSError:  # the run is being deleted
         return

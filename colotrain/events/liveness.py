@@ -19,10 +19,10 @@ from pathlib import Path
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.events.fold import follow
 from colotrain.events.kinds import Step
-from colotrain.events.log import event_files
+from colotrain.events.log import event_files, lines_of
 from colotrain.events.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import HOW_TO_START, RUNS, RunDir, read_json, regular
+from colotrain.rundir import HOW_TO_START, RUNS, RunDir, read_json
 from colotrain.spec.schedulers import job_id
 
 SILENT_S = 120.0
@@ -118,8 +118,8 @@ def has_trained(rundir: RunDir) -> bool:
     mark = f'"kind":"{Step.KIND}"'.encode()
     for path, rank, _ in event_files(rundir, ranks={0}):
         if rank is not None:
-            with contextlib.suppress(OSError), open(path, "rb", opener=regular) as lines:
-                if any(mark in line for line in lines):
+            with contextlib.suppress(OSError):
+                if any(mark in line for line in lines_of(path)):
                     return True
     return False
 

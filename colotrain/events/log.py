@@ -21,11 +21,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from colotrain.errors import MOST_WRITTEN, shortened
 from colotrain.events.event import Event, EventKind
 from colotrain.rundir import RunDir, open_inside, regular
 
 LINE_LIMIT = 16 << 20
-"""Maximum bytes per read of one file; a longer line is skipped."""
+"""Maximum bytes per read of one file; a longer line is passed over."""
+MOST_PASSED_OVER = 64 << 20
+"""Bytes of a line without an end after which only what is written to the file later is read."""
 POLL_LIMIT = 32 << 20
 """Bytes after which a poll leaves the remaining files to the next poll."""
 OUTLINE_BYTES = 2 << 10
@@ -68,7 +71,8 @@ class EventWriter:
 
     def write_record(self, kind: str, **fields: Any) -> None:
         """Append one event of any kind; its `t` is the current time unless given in `fields`."""
-        line = encode({"t": time.time(), "kind": kind, **fields})
+        texts = {k: shortened(v, MOST_WRITTEN) for k, v in fields.items() if isinstance(v, str)}
+        line = encode({"t": time.time(), "kind": kind, **fields, **texts})
         try:
             self._append(line)
         except OSError as error:
@@ -154,8 +158,10 @@ class EventReader:
                 contextlib.suppress(OSError),
                 open(path, "rb", buffering=0, opener=regular) as file,
             ):
-                at = os.fstat(file.fileno()).st_size
-                while at > 0:
+                size = at = os.fstat(file.fileno()).st_size
+                first = max(0, size - LINE_LIMIT)
+                self._offsets[path.name] = size if first else 0
+                while at > first:
                     start = max(0, at - OUTLINE_BYTES)
                     end = os.pread(file.fileno(), at - start, start).rfind(b"\n")
                     at = start
@@ -194,14 +200,24 @@ class EventReader:
         self.behind = self.behind or full
         end = chunk.rfind(b"\n") + 1
         if full and not end:  # no event is that long
-            end = len(chunk)
+            self.skipped += 1
+            end = self._end_of_line(file, start + len(chunk), size) - start
+            chunk = b""
         self._offsets[name] = start + end
         return chunk[:end]
+
+    def _end_of_line(self, file: FileIO, start: int, size: int) -> int:
+        """Return the end of the line that goes on at `start`; the file's end for an endless one."""
+        for at in range(start, min(size, start + MOST_PASSED_OVER), LINE_LIMIT):
+            found = os.pread(file.fileno(), LINE_LIMIT, at).find(b"\n")
+            if found >= 0:
+                return at + found + 1
+        return size
 
     def _take_outline(self, file: FileIO, name: str, size: int) -> bytes:
         """Return the first line and the last ones."""
         length = OUTLINE_BYTES
-        while length < size:
+        while length < min(size, LINE_LIMIT):
             last = os.pread(file.fileno(), length, size - length)
             if last.count(b"\n") > OUTLINE_LINES:
                 first = os.pread(file.fileno(), OUTLINE_BYTES, 0)
@@ -224,13 +240,15 @@ def read(path: Path | str) -> list[Event]:
     path = Path(path)
     match = _WORKER_FILE.fullmatch(path.name)
     rank, attempt = (int(match[1]), int(match[2])) if match else (None, None)
-    found = []
+    events = (decode(line, rank=rank, attempt=attempt) for line in lines_of(path))
+    return [event for event in events if event is not None]
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file, up to one that is longer than `LINE_LIMIT`."""
     with open(path, "rb", opener=regular) as file:
-        for line in file:
-            event = decode(line, rank=rank, attempt=attempt) if line.endswith(b"\n") else None
-            if event is not None:
-                found.append(event)
-    return found
+        while (line := file.readline(LINE_LIMIT)).endswith(b"\n"):
+            yield line
 
 
 def event_files(

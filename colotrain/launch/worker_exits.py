@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 from colotrain.events.kinds import WorkerExit
 from colotrain.launch.causes import NCCL_WATCHDOG_MESSAGES
+from colotrain.rundir import regular
+
+READ_BYTES = 1 << 20
+"""Bytes at the end of a rank's log that are read."""
 
 
 def clean_exits(processes: Any, group: Any) -> dict[int, Any]:
@@ -52,10 +57,20 @@ def processes_of(context: Any) -> list[Any]:
     return [] if context is None or context._pc is None else list(context._pc.processes)
 
 
+def _end_of(log: Path) -> str:
+    """Return the last part of a log, which may be of any size."""
+    try:
+        with open(log, "rb", opener=regular) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+            return file.read(READ_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
 def _exit_of(folder: Path, rank: int, local_rank: int, code: int) -> WorkerExit:
     logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
     log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
-    lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
+    lines = _end_of(log).splitlines()
     gave_up = code < 0 and any(mark in text for text in lines for mark in NCCL_WATCHDOG_MESSAGES)
     last = lines[-1] if lines else ""
     return WorkerExit(rank=rank, exit_code=code, log=str(log), last_line=last, gave_up=gave_up)

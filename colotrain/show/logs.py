@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from colotrain.errors import printable
 from colotrain.events.kinds import LaunchStarted, WorkerStarted
 from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir, regular
-from colotrain.show.formatting import clean
 
 LAUNCHER, JOB = "launcher", "job"
 LAUNCHERS = {LAUNCHER, JOB}
@@ -85,4 +85,4 @@ class Lines:
             end = len(chunk)
         self.offset += end
         for line in chunk[:end].decode("utf-8", "replace").splitlines():
-            yield f"{self.source.name}: {clean(line)}"
+            yield f"{self.source.name}: {printable(line)}"

@@ -13,7 +13,7 @@ import pytest
 
 from colotrain.events import log
 from colotrain.events.event import Event
-from colotrain.events.log import EventReader, EventWriter, read
+from colotrain.events.log import EventReader, EventWriter, lines_of, read
 from colotrain.rundir import RunDir
 
 
@@ -117,6 +117,29 @@ def test_a_writer_goes_on_after_one_that_was_killed_inside_a_line(rundir: RunDir
     rundir.launcher_events.write_bytes(b'{"t":1,"kind":"launch"}\n{"t":2,"ki')
     EventWriter(rundir.launcher_events).write_record("launch")
     assert kinds(EventReader(rundir).poll()) == ["launch", "launch"]
+
+
+def test_an_endless_line_is_passed_over_and_what_is_written_later_is_read(rundir: RunDir) -> None:
+    with rundir.launcher_events.open("wb") as file:
+        file.truncate(1 << 40)
+    readers = [EventReader(rundir), EventReader(rundir, outline=True), EventReader(rundir)]
+    readers[2].skip_to_end()
+    assert [reader.drain() for reader in readers] == [[], [], []]
+    assert [reader.skipped for reader in readers] == [1, 1, 0]
+    EventWriter(rundir.launcher_events).write_record("launch")
+    assert [kinds(reader.drain()) for reader in readers] == [["launch"]] * 3
+    assert list(lines_of(rundir.launcher_events)) == []
+
+
+def test_a_line_that_is_being_written_is_skipped_whole_by_who_skips_to_the_end(
+    rundir: RunDir,
+) -> None:
+    rundir.launcher_events.write_bytes(b'{"t":1,"kind":"la')
+    reader = EventReader(rundir)
+    reader.skip_to_end()
+    with rundir.launcher_events.open("ab") as file:
+        file.write(b'unch"}\n')
+    assert kinds(reader.drain()) == ["launch"]
 
 
 def test_threads_and_writers_of_one_file_never_mix_lines(rundir: RunDir) -> None:

@@ -38,6 +38,7 @@ from colotrain.engine.checkpoint.shard_file import (
     write_pieces,
 )
 from colotrain.engine.notes import Notes
+from colotrain.errors import message_of
 from colotrain.events.kinds import Checkpoint, CheckpointFailed
 from colotrain.events.log import EventWriter
 from colotrain.rundir import make_folder, write_atomically
@@ -95,7 +96,7 @@ class Save:
             else:
                 self.error = self._await(notes, f"checkpoint/{self.number}", beat)
         except Exception as error:  # a bug, or rank 0 has ended and the store with it
-            self.error = f"rank {rank}: {type(error).__name__}: {error}"
+            self.error = f"rank {rank}: {type(error).__name__}: {message_of(error)}"
             traceback.print_exc(file=sys.stderr)
 
     def _part(self, rank: int) -> Path:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.engine.sharding.grouping import without_storage
+from colotrain.errors import message_of
 from colotrain.models.objective import output_of
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import (
@@ -123,7 +124,7 @@ def _tried(model: nn.Module, names: list[str], batch: Mapping[str, Tensor]) -> B
         except NoSequence:
             raise
         except Exception as error:  # whatever a forward raises that reads values
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
         finally:
             torch.set_rng_state(state)
     raise NoSequence(f"its forward does not run without values ({reason})")

@@ -28,7 +28,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.engine.pipeline.sequence import find_sequence
-from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
@@ -303,7 +303,7 @@ def trace_micro_batch(
         return dataclasses.replace(found, exchanges=exchanges)
     except NotTraceable as error:
         cause = error.__cause__ or error
-        why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        why = f"{type(cause).__name__}: {message_of(cause).partition(chr(10))[0]}"
         return f"{users_line(cause) or 'it'} raised {why}"
 
 

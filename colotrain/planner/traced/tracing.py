@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
-from colotrain.errors import UsageError
+from colotrain.errors import UsageError, message_of
 from colotrain.models.loss import computing_as
 from colotrain.models.objective import output_of
 from colotrain.models.outputs import loss_in, pair_in
@@ -171,7 +171,7 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
     except UsageError:
         raise
     except Exception as error:  # any error of a forward that needs values
-        raise NotTraceable(f"{type(error).__name__}: {error}") from error
+        raise NotTraceable(f"{type(error).__name__}: {message_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -27,7 +27,7 @@ from colotrain.engine.sharding.sharded_model import (
     make_mesh,
     shard_,
 )
-from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.loading import build_on_meta
 from colotrain.models.objective import attach_, output_of
 from colotrain.planner.layout import layout_of
@@ -103,7 +103,7 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
             micro_batch=plan.batch.micro_batch,
         )
     except NotTraceable as error:
-        why = str(error).partition("\n")[0]
+        why = message_of(error).partition("\n")[0]
         expected = f"a model that runs without values under --trace ({why})"
         raise _cannot(key, value, expected) from error
     surveyed = survey(plan.model, plan.freeze, plan.data.seq_len)
