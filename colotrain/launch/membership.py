@@ -34,6 +34,8 @@ WAITING_REPORT_S = 0.1
 """Seconds between reports while waiting for a round."""
 SAY_S = 5.0
 """Seconds of waiting after which the missing nodes are named."""
+REFUSED_S = 2.0
+"""Seconds after which it is told why node 0 does not let this node in yet."""
 GONE_S = 10.0
 """Seconds of retries when the head's host refuses connections or its name is unknown."""
 FOLDER_S = 60.0
@@ -106,6 +108,8 @@ class Membership:
         self.error: RendezvousError | None = None
         self.trouble = ""
         """Error of the last attempt to reach the head."""
+        self.refusal = ""
+        """Why the head has not let this node in for `REFUSED_S`; empty where it has."""
         self.address = ""
         self._cause, self._ending, self._arrived = "", False, False
         self._changed = threading.Condition()
@@ -116,7 +120,7 @@ class Membership:
         """Wait until a new round with this node begins; `say` names the nodes that are missing."""
         timeout = AwakeTimeout(timeout_s)
         say_at: float | None = time.monotonic() + SAY_S
-        told = False
+        told, told_refusal = False, ""
         with self._changed:
             self.waits = True
             self._changed.notify_all()
@@ -130,6 +134,9 @@ class Membership:
                 if timeout.is_over():
                     raise RendezvousError(self._describe_missing(timeout_s))
                 self._changed.wait(POLL_S)
+                if self.refusal != told_refusal and self.waits:
+                    told_refusal, say_at = self.refusal, None
+                    say(f"waiting for {self._name_awaited()}")
                 if say_at is not None and time.monotonic() > say_at and self.waits:
                     say_at = None
                     say(f"waiting for {self._name_awaited()}")
@@ -207,6 +214,7 @@ class Membership:
                     self.address = link.peer_address
                     self._introduce(link)
                     since, self._arrived, self.trouble = None, True, ""
+                    self.refusal = ""
                     self._report(link)
                     return
             except RendezvousError as error:
@@ -226,6 +234,7 @@ class Membership:
         limit_s = self.lost_s
         if isinstance(error, _NotYet):
             limit_s = FOLDER_S
+            self.refusal = self.trouble if silent_s > REFUSED_S else self.refusal
         elif isinstance(error, socket.gaierror) or (
             self._arrived and isinstance(error, ConnectionRefusedError)
         ):

@@ -255,6 +255,25 @@ def test_a_second_launcher_of_a_node_is_not_let_in(launchers: Launchers) -> None
         launchers.join(1, instance="another").next_round(timeout_s=20)
 
 
+@pytest.mark.parametrize(
+    ("secret", "why"), [("guessed", "both need one shared folder"), (None, "is node 1")]
+)
+def test_why_a_node_is_not_let_in_is_told_long_before_it_gives_up(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, secret: str | None, why: str
+) -> None:
+    monkeypatch.setattr(membership, "REFUSED_S", 0.2)
+    monkeypatch.setattr(membership, "FOLDER_S", 2.0)
+    launchers.open()
+    launchers.rounds(launchers.join(0), launchers.join(1))
+    said: list[str] = []
+    given = {} if secret is None else {"secret": secret}
+    with pytest.raises(RendezvousError, match="refuses this node"):
+        launchers.join(1, instance="another", **given).next_round(timeout_s=20, say=said.append)
+    (line,) = said
+    assert line.startswith("waiting for node 0 at ")
+    assert why in line
+
+
 def test_the_wait_ends_with_the_name_of_who_is_missing(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
