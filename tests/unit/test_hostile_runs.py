@@ -19,7 +19,6 @@ from test_view import plan_of, restarted_run, write_files
 from colotrain.cli.main import guarded
 from colotrain.engine.checkpoint.manifest import MANIFEST
 from colotrain.rundir import RunDir
-from tests.representatives import EVERY_COMBINATION
 
 FILES = (
     *("plan.json", "config.yaml", "signature.json", "job.json", "summary.json", "launcher.json"),
@@ -35,9 +34,13 @@ VERBS = (
     *(("export", "mine", "--to", "out"), ("plot", "mine", "--to", "out.svg"), ("profile", "mine")),
     ("plan", "recipe=runs/mine/config.yaml"),
 )
-LIMIT_S = 20
+LIMIT_S = 60
 """Seconds for a verb on a busy machine: what hangs, hangs for good."""
 Form = Callable[[Path, random.Random], None]
+
+
+class Late(BaseException):
+    """No answer in time: no `except` of the code under test takes it for an error of a file."""
 
 
 def fifo(path: Path, chance: random.Random) -> None:
@@ -80,8 +83,8 @@ def other(path: Path, chance: random.Random) -> None:
 
 FORMS = (fifo, zeros, precious, deep, huge, folder, empty, junk, other)
 CASES = tuple(itertools.product(FILES, FORMS, VERBS))
-"""2,772 cases."""
-PARTS = 24
+"""2,772 cases: four minutes of one core."""
+PARTS = 12
 
 
 @contextmanager
@@ -89,7 +92,7 @@ def bounds() -> Iterator[None]:
     """End what hangs, and let what reads without end fail with `MemoryError`."""
 
     def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"no answer within {LIMIT_S} s")
+        raise Late(f"no answer within {LIMIT_S} s")
 
     before = signal.signal(signal.SIGALRM, late)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -154,7 +157,6 @@ def test_some_forms_of_files_before_verbs(where: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not EVERY_COMBINATION, reason="hours")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_forms_of_files_before_all_verbs(where: Path, part: int) -> None:
     check(where, list(CASES[part::PARTS]), seed=part)
