@@ -14,6 +14,7 @@ from colotrain.migrate import accelerate, deepspeed, lightning
 from colotrain.migrate.defaults import defaults
 from colotrain.migrate.findings import MEANING, Finding, Rules, read
 from colotrain.migrate.lightning_callbacks import with_monitors
+from colotrain.rundir import read_text
 
 RULES: dict[str, Rules] = {
     "deepspeed": deepspeed.RULES,
@@ -62,14 +63,18 @@ def load(path: Path) -> dict[str, Any]:
     """Load the mapping in a JSON or YAML file; raises `UsageError` if there is none."""
     import yaml
 
+    from colotrain.config.files import check_yaml
+
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path)
+        if path.suffix != ".json":
+            check_yaml(text)
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be read ({error.strerror})", "correct the path"
         ) from error
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         what = " ".join(str(error).split())
         raise UsageError(f"{path}: expected JSON or YAML ({what})", "correct the file") from error
     if not isinstance(found, dict) or not found:

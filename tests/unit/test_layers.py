@@ -45,7 +45,7 @@ RULES = {
     "torch_internals": Rule("", "torch"),
     "spec": Rule(""),
     "events": Rule("spec"),
-    "config": Rule("spec schedulers", "omegaconf"),
+    "config": Rule("spec schedulers", "omegaconf", "yaml"),
     "models": Rule("spec torch_internals", TENSORS, EXTRAS),
     "data.prepare": Rule("spec", "numpy", f"tokenizers {EXTRAS}"),
     "data.read": Rule("spec data.prepare", TENSORS, EXTRAS),
