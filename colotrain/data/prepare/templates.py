@@ -4,14 +4,16 @@ No torch here.
 
 from __future__ import annotations
 
+import operator
 import re
+import resource
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,16 @@ DATE = date(2024, 1, 1)
 """The date for templates that write today's, so that tokens do not depend on the day."""
 DIRECTIVES = ("-d", "-m", "-I", "-H", "%", *"aAbBdHIjmMpSwxXyYcZ")
 """Directives of strftime; the longer ones first."""
+STATM = Path("/proc/self/statm")
 SECONDS = 3.0
 """Most processor time of one rendering: a template may have loops that never end."""
+MOST_BYTES, MOST_BITS = 1 << 30, 1 << 16
+"""Most memory of one rendering, and most bits of a number that a template computes with."""
+ARITHMETIC = {
+    **{"*": operator.mul, "**": operator.pow, "//": operator.floordiv, "%": operator.mod},
+    "/": operator.truediv,
+}
+"""Operators that may compute for hours without a chance to end them by a signal."""
 CHATML = (
     "{% set first = messages[0] if messages and messages[0].role == 'system' else none %}"
     "{% if first or tools %}{{ '<|im_start|>system\n' + (first.content if first else '') }}"
@@ -85,7 +95,7 @@ class ChatTemplate:
             source = _fixed_date() + source
         render = _transformers_renderer()
         try:
-            with _time_limit(SECONDS):
+            with _time_limit(SECONDS), _memory_limit(MOST_BYTES), _small_numbers():
                 texts, marked = render(
                     conversations=[messages],
                     tools=chat.tools,
@@ -123,8 +133,13 @@ def _refusal(error: Exception) -> Exception:
     if isinstance(error, jinja2.TemplateSyntaxError):
         expected = f"a Jinja template (line {error.lineno}: {error.message})"
         return ConfigError([Problem(key=key, expected=expected, fix="correct the template")])
-    if isinstance(error, TimeoutError):
-        expected = f"a template that renders a conversation within {SECONDS:g} s"
+    limits = {
+        TimeoutError: f"within {SECONDS:g} s",
+        MemoryError: f"in {MOST_BYTES >> 20} MiB of memory",
+        OverflowError: "without huge numbers",
+    }
+    if limit := next((text for kind, text in limits.items() if isinstance(error, kind)), ""):
+        expected = f"a template that renders a conversation {limit}"
         fix = "look for a loop that does not end"
         return ConfigError([Problem(key=key, expected=expected, fix=fix)])
     return BadRecord(f"the chat template refuses it ({error})")
@@ -148,6 +163,47 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _memory_limit(num_bytes: int) -> Iterator[None]:
+    """Let allocations fail with `MemoryError` after so many more bytes of addresses (Linux)."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        used = int(STATM.read_text("ascii").split()[0]) * resource.getpagesize()
+    except OSError:
+        yield
+        return
+    limits = [used + num_bytes, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextmanager
+def _small_numbers() -> Iterator[None]:
+    """Have templates that are compiled meanwhile compute with numbers of bounded size alone."""
+    from jinja2.sandbox import SandboxedEnvironment as Sandbox
+
+    before = Sandbox.intercepted_binops, Sandbox.default_binop_table
+    table = {name: partial(_compute, function) for name, function in ARITHMETIC.items()}
+    Sandbox.intercepted_binops = before[0] | table.keys()
+    Sandbox.default_binop_table = before[1] | table
+    try:
+        yield
+    finally:
+        Sandbox.intercepted_binops, Sandbox.default_binop_table = before
+
+
+def _compute(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    bits = [number.bit_length() for number in (left, right) if isinstance(number, int)]
+    if len(bits) == 2 and function is operator.pow:
+        bits.append(bits[0] * abs(right))
+    if max(bits, default=0) > MOST_BITS:
+        raise OverflowError(f"a number of more than {MOST_BITS:,} bits")
+    return function(left, right)
 
 
 @cache
