@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import TracebackType
 
 TRAIN = ("run", "resume")
 STAY_COLD = {"--detach", "--sweep", "--help", "-h"}
@@ -11,6 +12,7 @@ STAY_COLD = {"--detach", "--sweep", "--help", "-h"}
 
 def main() -> None:
     open_closed_streams()
+    sys.excepthook = print_bug
     if sys.argv[1:2] and sys.argv[1] in TRAIN and not STAY_COLD.intersection(sys.argv):
         from colotrain.launch.server.forkserver import warm_up
 
@@ -18,6 +20,18 @@ def main() -> None:
     from colotrain.cli.main import main as carry_out
 
     carry_out()
+
+
+def print_bug(
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """Print a traceback of bounded length: its last line may quote what others wrote."""
+    import traceback
+
+    from colotrain.errors import MOST_WRITTEN, shortened
+
+    text = "".join(traceback.format_exception(kind, error, frames))
+    sys.stderr.write(shortened(text, MOST_WRITTEN))
 
 
 def open_closed_streams() -> None:

@@ -6,9 +6,7 @@ import errno
 import io
 import os
 import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -29,7 +27,7 @@ from colotrain.cli.arguments import (
     refuse,
     written_to,
 )
-from colotrain.errors import MOST_WRITTEN, ColotrainError, UsageError, one_line, shortened
+from colotrain.errors import ColotrainError, UsageError, one_line
 from colotrain.show.symbols import TO_ASCII
 from colotrain.spec.exit_codes import INTERRUPTED
 
@@ -364,7 +362,6 @@ def verbs() -> list[str]:
 
 def main() -> None:
     """Entry point: user errors are printed as one line each, bugs as tracebacks."""
-    sys.excepthook = print_bug
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=TO_ASCII)
@@ -375,14 +372,6 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1  # as click does when it notices this earlier
     sys.exit(code)
-
-
-def print_bug(
-    kind: type[BaseException], error: BaseException, frames: TracebackType | None
-) -> None:
-    """Print a traceback of bounded length: its last line may quote what others wrote."""
-    text = "".join(traceback.format_exception(kind, error, frames))
-    sys.stderr.write(shortened(text, MOST_WRITTEN))
 
 
 def guarded(arguments: list[str]) -> int:

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.main import guarded, print_bug
+from colotrain.__main__ import print_bug
+from colotrain.cli.main import guarded
 from colotrain.engine.recording import record_failure
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError, shortened
 from colotrain.events.log import EventWriter, read
