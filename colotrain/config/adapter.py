@@ -11,6 +11,7 @@ from typing import Any
 
 from colotrain.config.schema import Adapter
 from colotrain.errors import ConfigError, Problem
+from colotrain.rundir import read_json
 from colotrain.spec.plan import AdapterPlan
 
 RANK, ALPHA = 8, 16.0
@@ -149,9 +150,9 @@ def _refused(folder: Path, name: str, value: Any) -> Problem:
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((folder / name).read_text("utf-8"))
+        found = read_json(folder / name)
         int(found["r"]), float(found["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         expected = f"a directory in PEFT's format ({name}: {error})"
         raise ConfigError([_wrong("path", folder, expected, "correct the path")]) from error
     return dict(found)
@@ -164,7 +165,7 @@ def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, 1 << 26)))
         return {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),) as error:
         expected = f"a safetensors file ({path.name}: {error})"
         raise ConfigError([_wrong("path", path.parent, expected, "copy it again")]) from error
 

@@ -6,7 +6,6 @@ An objective wants pairs, or text of which tokens are hidden. New tokens need ro
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
 from colotrain.errors import Problem
 from colotrain.planner.scale import touches
+from colotrain.rundir import read_json
 from colotrain.spec.objectives import MaskedPlan
 from colotrain.spec.plan import DataPlan
 from colotrain.spec.survey import Survey
@@ -34,7 +34,7 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
 def stored_vocab_size(folder: str) -> int | None:
     """Size of the vocabulary in a directory's config.json; None where it has none."""
     try:
-        config = json.loads((Path(folder).expanduser() / "config.json").read_text("utf-8"))
+        config = read_json(Path(folder).expanduser() / "config.json")
         size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     except (OSError, ValueError, AttributeError):
         return None

@@ -27,6 +27,7 @@ from colotrain.data.prepare.renderings import render
 from colotrain.data.prepare.templates import CHATML, ChatTemplate
 from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
 from colotrain.errors import ConfigError, Problem
+from colotrain.rundir import read_text
 from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
@@ -377,13 +378,13 @@ def _templates(plan: DataPlan, beside: Mapping[str, Any]) -> dict[str, str]:
     if plan.chat_template == "chatml":
         return {"default": CHATML}
     if plan.chat_template is not None:
-        return {"default": Path(plan.chat_template).read_text("utf-8")}
+        return {"default": read_text(Path(plan.chat_template))}
     found = beside.get("chat_template")
     entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
     named = {str(entry.get("name")): entry.get("template") for entry in entries}
     if file := tokenizer_file(plan.tokenizer):
         folder = file.parent / "additional_chat_templates"
-        named |= {path.stem: path.read_text("utf-8") for path in folder.glob("*.jinja")}
+        named |= {path.stem: read_text(path) for path in folder.glob("*.jinja")}
     return {name: text for name, text in named.items() if isinstance(text, str)}
 
 

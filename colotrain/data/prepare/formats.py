@@ -23,6 +23,7 @@ from typing import Any
 from colotrain.data.prepare import corpora
 from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.packed_files import PACKINGS, open_unpacked
+from colotrain.rundir import read_json
 
 RECORD_FORMATS = ("jsonl", "json", "csv", "parquet", "arrow")
 TOKEN_FORMATS = ("nanogpt", "megatron")
@@ -144,7 +145,7 @@ def saved_files(folder: Path, inside: str = "") -> list[DataFile]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json(path)
     except (OSError, ValueError) as error:
         fix = "save the dataset again"
         raise corpora.wrong_path(str(path), f"JSON ({error})", fix) from error

@@ -7,6 +7,7 @@ the tokens' type, and the numbers of sequences and of document marks; then every
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,21 @@ def document_ends(index: Path) -> np.ndarray[Any, Any]:
 
 def read_index(index: Path) -> tuple[int, Any, Any, Any]:
     """Return the token type's code, the sequences' lengths and first bytes, and document marks."""
-    data = index.read_bytes()
-    try:
-        magic, version, code, num_sequences, num_marks = HEADER.unpack_from(data)
-        lengths = np.frombuffer(data, "<i4", num_sequences, HEADER.size)
-        at = HEADER.size + lengths.nbytes
-        starts = np.frombuffer(data, "<i8", num_sequences, at)
-        marks = np.frombuffer(data, "<i8", num_marks, at + starts.nbytes)
-        whole = magic == MEGATRON_MAGIC and version == 1
-        whole = whole and (marks[-1:] <= num_sequences).all() and (lengths >= 0).all()
-    except (struct.error, ValueError):
-        whole = False
-    if not whole:
-        expected = "an index of Megatron's, version 1, that is whole"
-        raise wrong_path(str(index), expected, "copy it again")
+    wrong = wrong_path(
+        str(index), "an index of Megatron's, version 1, that is whole", "copy it again"
+    )
+    with index.open("rb") as file:
+        head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
+        if len(head) < HEADER.size:
+            raise wrong
+        magic, version, code, num_sequences, num_marks = HEADER.unpack(head)
+        num_bytes = 12 * num_sequences + 8 * num_marks
+        if (magic, version) != (MEGATRON_MAGIC, 1) or num_bytes > size - HEADER.size:
+            raise wrong
+        data = file.read(num_bytes)
+    lengths = np.frombuffer(data, "<i4", num_sequences)
+    starts = np.frombuffer(data, "<i8", num_sequences, lengths.nbytes)
+    marks = np.frombuffer(data, "<i8", num_marks, lengths.nbytes + starts.nbytes)
+    if (lengths < 0).any() or (marks < 0).any() or (marks > num_sequences).any():
+        raise wrong
     return code, lengths, starts, marks

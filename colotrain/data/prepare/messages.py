@@ -216,7 +216,7 @@ def _with_arguments(call: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]
     if not as_text and isinstance(arguments, str):
         try:
             found = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         arguments = found if isinstance(found, dict) else arguments
     changed = {**inner, "arguments": arguments} if "arguments" in inner else dict(inner)
@@ -265,6 +265,8 @@ def parsed(name: str, value: Any) -> Any:
         return None
     try:
         return json.loads(value)
+    except RecursionError:
+        raise BadRecord(f"{name}: nested too deeply") from None
     except ValueError as error:
         raise BadRecord(f"{name}: not JSON ({error})") from error
 

@@ -44,7 +44,7 @@ def lost_fields(
 def _object_of(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, ConfigError, Problem
 
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
+MOST_LINE_BYTES = 1 << 25
+"""Longest line of records: one without an end must not fill the memory."""
 BROKEN = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -22,7 +24,7 @@ class UnpackedFile:
     """A file's content, unpacked as the ending of its name says, and its position on the disk."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        self._path, self._raw = path, raw
+        self._path, self._raw, self._num_lines = path, raw, 0
         self._ending = next((e for e in PACKINGS if path.name.lower().endswith(e)), "")
         self.content: IO[bytes] = self._open()
 
@@ -43,10 +45,26 @@ class UnpackedFile:
         with self._whole():
             return self.content.read(size)
 
-    def readlines(self, size: int) -> list[bytes]:
-        """Complete lines, of about `size` bytes in all; empty at the end."""
+    def read_lines(self, size: int) -> bytes:
+        """Complete lines, of about `size` bytes in all; empty at the end.
+
+        Raises `ConfigError` for a line of more than `MOST_LINE_BYTES`.
+        """
         with self._whole():
-            return self.content.readlines(size)
+            lines = self.content.read(size)
+            if lines and not lines.endswith(b"\n"):
+                rest = self.content.readline(MOST_LINE_BYTES + 1)
+                if len(rest) > MOST_LINE_BYTES:
+                    raise self._too_long(lines)
+                lines += rest
+        self._num_lines += lines.count(b"\n")
+        return lines
+
+    def _too_long(self, before: bytes) -> ConfigError:
+        number = self._num_lines + before.count(b"\n") + 1
+        expected = f"a line of at most {MOST_LINE_BYTES >> 20} MiB"
+        fix = "divide the record, or set data.format=text for a text without lines"
+        return ConfigError([Problem(key=f"{self._path}:{number}", expected=expected, fix=fix)])
 
     def tell(self) -> int:
         """Number of bytes of the file on the disk that are read."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,7 +20,7 @@ from colotrain.errors import ConfigError, Problem
 
 BLOCK_BYTES = 1 << 20
 MOST_FIELD_BYTES = 1 << 26
-"""Longest field of a table: a quotation mark that is never closed must not fill the memory."""
+"""Longest field of a table or value in JSON: one that is never closed must not fill the memory."""
 NEAR_END = 16
 """Characters before the end of a text within which an error may be that more is to come."""
 AFTER_VALUES = " \t\r\n,:]}"
@@ -122,6 +124,8 @@ class JsonDocument:
                 if self._ended or not cut or len(self._text) - end > NEAR_END:
                     text, self._at = self._text[self._at : end], end
                     return text
+            if len(self._text) - self._at > MOST_FIELD_BYTES:
+                raise self._error(f"values of at most {MOST_FIELD_BYTES >> 20} MiB")
             self._read(size)
             size *= 2
 
@@ -192,7 +196,7 @@ def _separator(path: Path, header: str) -> str:
 
 
 def _checked_header(path: Path, header: list[str]) -> list[str]:
-    twice = next((name for name in header if header.count(name) > 1), None)
+    twice = next((name for name, count in Counter(header).items() if count > 1), None)
     if twice is not None:
         raise _no_table(path, 1, f"columns with different names (two are called {twice!r})")
     return header
@@ -201,8 +205,8 @@ def _checked_header(path: Path, header: list[str]) -> list[str]:
 def _decoded_lines(path: Path, file: UnpackedFile) -> Iterator[str]:
     """Lines with their ends; raises `ConfigError` where the bytes are not UTF-8."""
     number = 0
-    while lines := file.readlines(BLOCK_BYTES):
-        for line in lines:
+    while lines := file.read_lines(BLOCK_BYTES):
+        for line in io.BytesIO(lines):
             number += 1
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -17,6 +17,8 @@ from colotrain.data.prepare.parsed_files import BLOCK_BYTES, Pieces, json_pieces
 from colotrain.errors import ColotrainError
 
 BLOCK_ROWS = 1024
+DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
+"""What pyarrow raises of damaged files beside its own exceptions."""
 UNREAD = b"unread"
 """Key of a batch's metadata with the names of columns that are not read: their values are `...`."""
 
@@ -99,9 +101,10 @@ def _lines(path: Path) -> Pieces:
     """Complete lines, about `BLOCK_BYTES` at a time."""
     with open_unpacked(path) as file:
         number = 1
-        while lines := file.readlines(BLOCK_BYTES):
-            yield range(number, number + len(lines)), b"".join(lines), file.tell()
-            number += len(lines)
+        while lines := file.read_lines(BLOCK_BYTES):
+            count = lines.count(b"\n") + (not lines.endswith(b"\n"))
+            yield range(number, number + count), lines, file.tell()
+            number += count
 
 
 def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
@@ -117,7 +120,7 @@ def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
             numbers = range(number, number + batch.num_rows)
             yield numbers, sink.getvalue().to_pybytes(), int(size * share)
             number += batch.num_rows
-    except pa.ArrowException as error:
+    except (pa.ArrowException, *DAMAGED) as error:
         problem = f"{path}: cannot be read as {kind} ({' '.join(str(error).split())})"
         raise ColotrainError(problem, "copy it again, or set data.format") from error
 
@@ -146,7 +149,8 @@ def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, f
 
 
 def _with_unread(batch: Any, names: list[str]) -> Any:
-    """The batch, which knows the names of the file's other columns."""
+    """The batch, if it is valid, which knows the names of the file's other columns."""
+    batch.validate(full=True)  # offsets may point anywhere, and texts be no UTF-8
     others = [name for name in names if name not in batch.schema.names]
     return batch.replace_schema_metadata({UNREAD: json.dumps(others)})
 

@@ -190,8 +190,9 @@ def encode(block: Block) -> Encoded:
             if isinstance(record, BadRecord):
                 raise record
             found = _documents(record)
-        except BadRecord as error:
-            bad.append((place, str(error)))
+        except (BadRecord, RecursionError) as error:
+            deep = isinstance(error, RecursionError)
+            bad.append((place, "nested too deeply" if deep else str(error)))
             continue
         told = dict.fromkeys(text for document in found for text in _notes_of(document))
         notes += [Note(text=text, count=1, first=place) for text in told]
@@ -290,7 +291,7 @@ def _training_texts(
                 if isinstance(record, BadRecord) or holds_tokens(record):
                     continue
                 texts = renderer.documents(record)
-            except BadRecord:
+            except (BadRecord, RecursionError):
                 continue
             yield from (text.text for text in texts)
         report("training tokenizer", min(before[block.file] + block.done, total), total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from colotrain.errors import ColotrainError
+from colotrain.rundir import read_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,6 +27,7 @@ USUAL = {
     "sep_token": ("[SEP]", "</s>"),
 }
 """Role in tokenizer_config.json → names of the token where that file does not say."""
+MOST_FILE_BYTES, MOST_PADDING = 1 << 29, 1 << 24
 BPE_SIZES = range(257, 1_000_001)  # 256 bytes and END_OF_TEXT are always there
 
 
@@ -132,7 +133,7 @@ def settings_beside(spec: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            found |= json.loads((file.parent / name).read_text("utf-8"))
+            found |= read_json(file.parent / name)
         except (OSError, ValueError, TypeError):
             continue
     for name, value in found.items():
@@ -140,7 +141,7 @@ def settings_beside(spec: str) -> dict[str, Any]:
             found[name] = value.get("content")
     template = file.parent / "chat_template.jinja"
     if template.is_file():
-        found["chat_template"] = template.read_text("utf-8")
+        found["chat_template"] = read_text(template)
     return found
 
 
@@ -299,6 +300,8 @@ def load(path: Path) -> Tokenizer:
     path = path.expanduser()
     try:
         stat = path.stat()
+        if stat.st_size > MOST_FILE_BYTES:
+            raise ValueError(f"it has more than {MOST_FILE_BYTES >> 20} MiB")
         return _load_version(path, stat.st_size, stat.st_mtime_ns)
     except Exception as error:  # the library raises bare Exceptions
         problem = f"{path} is not a tokenizer.json that can be read ({error})"
@@ -313,7 +316,11 @@ def _load_version(path: Path, size: int, mtime_ns: int) -> Tokenizer:
 def _load(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    padding = tokenizer.padding or {}
+    if max(padding.get("length") or 0, padding.get("pad_to_multiple_of") or 0) > MOST_PADDING:
+        raise ValueError(f"it pads texts to more than {MOST_PADDING:,} tokens")
+    return tokenizer
 
 
 def _train_bpe(size: int, texts: Iterable[str]) -> Tokenizer:

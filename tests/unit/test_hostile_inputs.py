@@ -1,0 +1,375 @@
+"""What others wrote into data, tokenizers, models and YAML: an error in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_hostile_runs import bounds
+
+from colotrain.cli.main import guarded
+from colotrain.config import files
+from colotrain.config.files import read_file
+from colotrain.data.prepare import corpora, records
+from colotrain.data.prepare.conversations import Renderer
+from colotrain.data.prepare.megatron_index import document_ends
+from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.sources import find_sources
+from colotrain.data.prepare.templates import ARITHMETIC
+from colotrain.data.prepare.tokens import prepare
+from colotrain.data.prepare.vocabulary import check_tokenizer
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.plan import DataPlan, ModelPlan
+from tests.dist import hf
+from tests.formats import random_texts, write_dataset, write_megatron, write_parquet
+
+TWO = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+ENDLESS = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def plan_of(*paths: Path, **changes: Any) -> DataPlan:
+    settings: dict[str, Any] = {
+        **{"source": "path", "paths": tuple(map(str, paths)), "seq_len": 16},
+        **{"tokenizer": "bytes", "shuffle": True, "validation_fraction": 0.0, "workers": 1},
+    }
+    return DataPlan(**{**settings, **changes})
+
+
+def refused(path: Path, **changes: Any) -> str:
+    with bounds(), pytest.raises(ColotrainError) as caught:
+        prepare(plan_of(path, **changes))
+    (line,) = caught.value.lines()
+    return line
+
+
+def read_all(place: Path) -> None:
+    for source in find_sources(plan_of(place)).files:
+        for block in records.blocks(source, frozenset({"text"})):
+            list(records.parse(block))
+
+
+# Data
+
+
+@pytest.mark.parametrize("counts", [(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1), (1 << 40, 3)])
+def test_an_index_of_megatrons_that_claims_too_much(
+    tmp_path: Path, counts: tuple[int, int]
+) -> None:
+    write_megatron(tmp_path / "c", [np.arange(30), np.arange(9)], 8, "<u2")
+    index = tmp_path / "c.idx"
+    content = index.read_bytes()
+    index.write_bytes(content[:18] + struct.pack("<QQ", *counts) + content[34:])
+    assert "an index of Megatron's, version 1, that is whole" in refused(tmp_path / "c")
+    with index.open("ab") as file:
+        file.truncate(ENDLESS)
+    with bounds(), pytest.raises((ConfigError, MemoryError)):
+        document_ends(index)
+
+
+@pytest.mark.parametrize("mark", [-1, -(1 << 63), 1 << 62, 5])
+def test_an_index_of_megatrons_whose_documents_are_elsewhere(tmp_path: Path, mark: int) -> None:
+    write_megatron(tmp_path / "c", [np.arange(30), np.arange(9)], 8, "<u2")
+    index = tmp_path / "c.idx"
+    content = index.read_bytes()
+    index.write_bytes(content[:-16] + struct.pack("<q", mark) + content[-8:])
+    assert "an index of Megatron's, version 1, that is whole" in refused(tmp_path / "c")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+@pytest.mark.parametrize("size", [50 << 20, ENDLESS])
+def test_a_line_without_an_end_is_refused_with_its_number(
+    tmp_path: Path, ending: str, size: int
+) -> None:
+    path = tmp_path / f"rows.{ending}"
+    begin = {"jsonl": '{"text": "a"}\n{"text": "', "csv": 'text,other\na,"'}[ending]
+    with path.open("w") as file:
+        file.write(begin)
+        file.truncate(size)
+    with bounds(), pytest.raises(ConfigError, match=":2: expected a line of at most 32 MiB"):
+        read_all(path)
+
+
+def test_a_value_of_json_without_an_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    with path.open("w") as file:
+        file.write('[{"text": "a"}, {"text": "')
+        file.write("x" * (130 << 20))
+    assert "record 2: expected values of at most 64 MiB" in refused(path)
+
+
+def test_a_text_without_lines_is_cut_at_spaces_and_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "MOST_HELD", 300_000)
+    monkeypatch.setattr(corpora, "PIECE_BYTES", 50_000)
+    text = "word ü " * 150_000
+    (tmp_path / "long.txt").write_text(text)
+    span = corpora.Span(path=tmp_path / "long.txt", start=0, stop=len(text.encode()))
+    pieces = list(corpora.read_pieces(span))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) < 400_000
+    assert all(piece.endswith(" ") for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"messages": [{"role": "user", "content": ' + "[" * 900 + "]" * 900 + "}]}",
+        '{"messages": ' + json.dumps("[" * 100_000) + "}",
+        '{"text": ' + "[" * 100_000,
+        '{"text": ' + "9" * 10_000 + "}",
+        json.dumps({"messages": TWO, "tools": "[" * 100_000}),
+        json.dumps(
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}],
+                    }
+                ]
+            }
+        ),
+    ],
+)
+def test_a_deep_record_is_a_bad_one(tmp_path: Path, record: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "a"}}\n{record}\n')
+    found = prepare(plan_of(path, chat_template="chatml", on_bad="skip"))
+    assert found.num_bad <= 1
+
+
+def test_a_table_of_very_many_columns_takes_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "wide.csv"
+    names = [f"c{n}" for n in range(100_000)]
+    path.write_text(f"{','.join(names)},c7\n")
+    assert "two are called 'c7'" in refused(path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("write", [write_parquet, write_dataset])
+def test_damaged_columns_are_an_error_or_rows(
+    tmp_path: Path, write: Callable[[Path, list[dict[str, Any]]], Path], seed: int
+) -> None:
+    chance = random.Random(seed)
+    rows = [{"text": text} for text in random_texts(20)]
+    place = write(tmp_path / f"rows{'.parquet' if write is write_parquet else ''}", rows)
+    (file,) = [place] if place.is_file() else [sorted(place.glob("*.arrow"))[0]]
+    content = file.read_bytes()
+    for _ in range(40):
+        damaged = bytearray(content)
+        for _ in range(chance.choice((1, 1, 4, 64))):
+            damaged[chance.randrange(len(damaged))] = chance.choice((0, 255, chance.randrange(256)))
+        cut = chance.choice((len(damaged), len(damaged), chance.randrange(len(damaged))))
+        file.write_bytes(damaged[:cut])
+        with bounds():
+            try:
+                read_all(place)
+            except ColotrainError as error:
+                assert len(error.lines()) == 1  # noqa: PT017
+
+
+# Chat templates
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for _ in range(10**9) %}a{% endfor %}",
+        "{% for _ in range(99999) %}{% for _ in range(99999) %}a{% endfor %}{% endfor %}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% set ns = namespace(n=10) %}{% for _ in range(60) %}{% set ns.n = ns.n * ns.n %}"
+        "{% endfor %}{{ ns.n }}",
+        "{{ ('f' * 10**8) | int(base=16) // 7 }}",
+        "{{ 'a' * 10**11 }}",
+        "{{ 'a' | center(10**11) }}",
+        "{{ '%099999999999d' | format(1) }}",
+        "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+        "{% set ns = namespace(t='a') %}{% for _ in range(60) %}{% set ns.t = ns.t + ns.t %}"
+        "{% endfor %}{{ ns.t }}",
+    ],
+)
+def test_a_template_has_three_seconds_and_a_gibibyte(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colotrain.data.prepare.templates.SECONDS", 0.5)
+    renderer = Renderer(columns={}, loss_on="answers", template=template, tokens={})
+    with bounds(), pytest.raises((ConfigError, BadRecord)):
+        renderer.documents({"messages": TWO})
+
+
+def test_templates_compute_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jinja2's own operators come back, and small numbers are computed as in Python."""
+    from jinja2.sandbox import SandboxedEnvironment as Sandbox
+
+    before = Sandbox.intercepted_binops, dict(Sandbox.default_binop_table)
+    sums = "|".join(f"{{{{ 7 {sign} 2 }}}}" for sign in ARITHMETIC)
+    text = f"{sums}|{{{{ '-' * 3 }}}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+    renderer = Renderer(columns={}, loss_on="all", template=text, tokens={})
+    (found,) = renderer.documents({"messages": TWO})
+    assert found.text == "14|49|3|1|3.5|---?!"
+    assert (Sandbox.intercepted_binops, Sandbox.default_binop_table) == before
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize("length", [{"Fixed": 1 << 40}, {"Fixed": 1 << 31}])
+def test_a_tokenizer_that_pads_without_end_is_refused(tmp_path: Path, length: Any) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.enable_padding(length=8)
+    document = json.loads(tokenizer.to_str())
+    document["padding"]["strategy"] = length
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(document))
+    with bounds():
+        assert "it pads texts to more than" in str(check_tokenizer(str(file)))
+
+
+@pytest.mark.parametrize("number", [(1 << 32) - 1, 1 << 32, 1 << 63, -1, 1e300])
+def test_huge_ids_of_tokens_are_a_large_vocabulary_or_an_error(
+    tmp_path: Path, number: float
+) -> None:
+    vocab = {"type": "WordLevel", "vocab": {"a": 0, "b": number}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": vocab}))
+    words = ("recipe=llm-tiny", f"data.tokenizer={tmp_path}", "cluster.procs_per_node=1")
+    with bounds():
+        assert guarded(["plan", *words]) in (2, 3)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("content", ["[" * 200_000, None])
+def test_files_beside_a_tokenizer_are_read_in_bounds(
+    tmp_path: Path, name: str, content: str | None
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    if content is None:
+        with (folder / name).open("w") as file:
+            file.truncate(ENDLESS)
+    else:
+        (folder / name).write_text(content)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 9)
+    words = ("recipe=llm-tiny", f"data.tokenizer={folder}", "data.path=[rows.jsonl]")
+    with bounds():
+        assert guarded(["data", "inspect", *words, "data.source=null"]) in (0, 2)
+
+
+# YAML
+
+
+BOMB = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
+BOMBS = {
+    "lists": f"a0: &a0 [x]\n{BOMB}\n",
+    "mappings": "a0: &a0 {x: 1}\n"
+    + "".join(
+        f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}\n" for n in range(1, 12)
+    ),
+    "merges": "a0: &a0 {x: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)),
+    "itself": "a: &a [*a]\n",
+    "deep": "a: " + "[" * 5000 + "\n",
+    "long": "a: 1\n" * 300_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_recipe_that_stands_for_billions_of_values(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "bomb.yaml"
+    path.write_text(BOMBS[name])
+    problems: list[Problem] = []
+    with bounds():
+        read_file(path, problems)
+        assert len(problems) == 1
+        assert guarded(["plan", f"recipe={path}"]) == 2
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_another_tools_file_that_stands_for_billions_of_values(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "bomb.yaml"
+    path.write_text(BOMBS[name])
+    with bounds():
+        assert guarded(["import-config", str(path)]) == 2
+
+
+def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("a: &a [1, 2]\nb: *a\nc: {<<: &c {d: 1}, e: *a}\n")
+    problems: list[Problem] = []
+    found = read_file(path, problems).settings
+    assert not problems
+    assert (found.b, found.c.d, found.c.e) == ([1, 2], 1, [1, 2])
+    assert files.MOST_VALUES == 100_000
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 1 << 50},
+        {"vocab_size": 1 << 70},
+        {"hidden_size": 1 << 40},
+        {"num_hidden_layers": 10**7},
+        {"num_hidden_layers": 10**12},
+        {"num_attention_heads": 0},
+        {"max_position_embeddings": 1 << 50},
+        {"vocab_size": -1},
+        {"layer_types": ["full_attention"] * 5},
+    ],
+)
+def test_a_model_directory_of_absurd_sizes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    from colotrain.models.loading import build
+
+    folder = hf.make_directory("llama", tmp_path / "llama")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with bounds():
+        try:
+            build(ModelPlan(target="", hf=str(folder)), seed=0)
+        except ColotrainError as error:
+            assert len(error.lines()) == 1  # noqa: PT017
+        else:
+            assert "max_position_embeddings" in changes
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["vocab_size=1125899906842624", "num_layers=10000000", "d_model=1099511627776"],
+)
+def test_a_model_of_absurd_sizes_is_refused_or_does_not_fit(argument: str) -> None:
+    words = ("recipe=llm-tiny", f"model.args.{argument}", "cluster.procs_per_node=1")
+    with bounds():
+        assert guarded(["plan", *words]) in (2, 3)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 8, struct.pack("<Q", 1 << 62) + b"{}", b"[" * 300_000, b""]
+)
+def test_weights_with_an_absurd_header(tmp_path: Path, content: bytes) -> None:
+    from colotrain.models.loading import build
+
+    folder = hf.make_directory("llama", tmp_path / "llama")
+    (folder / "model.safetensors").write_bytes(content)
+    with bounds(), pytest.raises(ColotrainError):
+        build(ModelPlan(target="", hf=str(folder)), seed=0)
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with bounds(), pytest.raises(ColotrainError):
+        build(ModelPlan(target="", hf=str(folder)), seed=0)
