@@ -28,6 +28,7 @@ from colotrain.models.tensor_parallel import (
 from colotrain.spec.divisions import Divisions
 
 INIT_STD = 0.02
+MOST_LAYERS = 10_000
 
 
 class LLM(nn.Module):
@@ -75,6 +76,8 @@ class LLM(nn.Module):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be 1 or more")
+        if num_layers > MOST_LAYERS:
+            raise ValueError(f"num_layers={num_layers} must be {MOST_LAYERS} or less")
         if d_model % (2 * num_heads) or num_heads % num_kv_heads:
             raise ValueError(
                 f"d_model={d_model} must be an even multiple of num_heads={num_heads}, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from colotrain.errors import ColotrainError
+from colotrain.rundir import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -93,7 +93,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     """Tensor → file name, without folders: no file outside the directory is opened."""
 
     try:
-        named = json.loads(index.read_text("utf-8"))["weight_map"]
+        named = read_json(index)["weight_map"]
         return {name: Path(file).name for name, file in named.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{index}: not an index of safetensors files ({error})"
