@@ -28,7 +28,6 @@ from colotrain.audit.sites import Site, here
 from colotrain.audit.sketch import packed
 from colotrain.audit.tensor_samples import Sample, are_same, has_changed, sample
 from colotrain.audit.window import Window, factors_of, number, product
-from colotrain.errors import message_of
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -96,7 +95,7 @@ class Observer:
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(message_of(error).split())[:300]}"
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self.blocked = self.blocked or f"the observer failed: {text}"
             self.remark("failure", text)
         finally:

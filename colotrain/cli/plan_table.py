@@ -75,9 +75,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     mesh = " × ".join(map(str, plan.plugin.mesh))
     divided = {"sample": plan.mesh.cp, "matrix": plan.mesh.tp}
     together = "".join(f", {size} to a {what}" for what, size in divided.items() if size > 1)
-    threads, variable = cluster.threads_per_rank, cluster.threads_set_by
-    each = f", {threads} thread{'s' * (threads > 1)} each ({variable})" if variable else ""
-    yield "ranks", f"{ranks}, {cluster.device}{each}, mesh {mesh}{together}"
+    yield "ranks", f"{ranks}, {cluster.device}{cluster.chosen_threads}, mesh {mesh}{together}"
     if stages := document.get("pipeline"):
         each = stages.get("chunks") or [[count] for count in stages["blocks"]]
         blocks = " | ".join(" + ".join(map(str, chunk)) for chunk in zip(*each, strict=True))

@@ -35,6 +35,8 @@ from colotrain.models.huggingface_loss import (
 )
 from colotrain.models.huggingface_match import (
     SOURCES,
+    ParameterCounter,
+    check_layers,
     keep_in_float32_,
     match_,
     sources_of,
@@ -50,7 +52,6 @@ from colotrain.models.huggingface_task import (
 )
 from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.stored import StoredTensors, weight_files
-from colotrain.rundir import read_json
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
@@ -58,8 +59,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
 _TASK = "_colotrain_task"
 """Attribute of a model with its `Task`, or None."""
-MOST_PARAMETERS, MOST_LAYERS = 250_000, 100_000
-"""Tensors of a model, and a number of layers in its configuration, which may make lists of it."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 
 
@@ -225,7 +224,7 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
     if not (folder / "config.json").is_file():
         fix = "give a directory that save_pretrained made"
         raise wrong(folder, "a model directory with a config.json", fix)
-    _check_layers(folder, args)
+    check_layers(folder, args)
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -239,21 +238,6 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
         raise wrong(folder, "weights that are not quantized", fix)
     _change_(config, args, "model.args")
     return config
-
-
-def _check_layers(folder: Path, args: dict[str, Any]) -> None:
-    """Refuse numbers of layers of which transformers would make endless lists."""
-    try:
-        found = [read_json(folder / "config.json"), args]
-    except (OSError, ValueError) as error:
-        raise wrong(folder, f"a config.json that can be read ({error})") from error
-    while found:
-        part = found.pop()
-        for key, value in part.items() if isinstance(part, dict) else ():
-            if isinstance(value, dict):
-                found.append(value)
-            elif "layer" in str(key) and isinstance(value, int) and value > MOST_LAYERS:
-                raise wrong(folder, f"{key} of at most {MOST_LAYERS:,}, not {value}")
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -316,7 +300,7 @@ def _construct(
     try:
         if folder is not None:
             return load(architecture, config, dtype, folder)
-        with parameters_on_meta(_Counter(architecture).add):
+        with parameters_on_meta(ParameterCounter(architecture).add):
             model: nn.Module = architecture._from_config(config, dtype=dtype)
     except Exception as error:  # whatever the library raises about sizes
         if isinstance(error, ColotrainError) or (folder and isinstance(error, RuntimeError)):
@@ -324,20 +308,6 @@ def _construct(
         expected = f"settings that {architecture.__name__} accepts ({message_of(error)})"
         raise ConfigError([Problem(key="model.args", expected=expected)]) from error
     return model
-
-
-class _Counter:
-    """Counts parameters while a model is built, and ends one that would take hours."""
-
-    def __init__(self, architecture: type) -> None:
-        self._name, self._count = architecture.__name__, 0
-
-    def add(self, _: nn.Parameter) -> None:
-        self._count += 1
-        if self._count > MOST_PARAMETERS:
-            expected = f"a {self._name} of at most {MOST_PARAMETERS:,} parameters (tensors)"
-            fix = "correct the numbers of layers and experts in config.json, or model.args"
-            raise ConfigError([Problem(key="model.hf", expected=expected, fix=fix)])
 
 
 @contextmanager

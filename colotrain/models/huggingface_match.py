@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,10 @@ from colotrain.models.huggingface_files import (
 )
 from colotrain.models.huggingface_internals import patterns_in_float32, patterns_to_ignore
 from colotrain.models.stored import StoredTensors
+from colotrain.rundir import read_json
 
+MOST_PARAMETERS, MOST_LAYERS = 250_000, 100_000
+"""Tensors of a model, and a number of layers in its configuration, which may make lists of it."""
 SOURCES = "_colotrain_sources"
 """Attribute of a model with the `Sources` of its parameters and persistent buffers."""
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -123,3 +127,32 @@ def keep_in_float32_(model: nn.Module, dtype: torch.dtype) -> None:
 
 def wrong(folder: Path, expected: str, fix: str = "") -> ConfigError:
     return ConfigError([Problem(key="model.hf", value=folder, expected=expected, fix=fix)])
+
+
+def check_layers(folder: Path, args: dict[str, Any]) -> None:
+    """Refuse numbers of layers of which transformers would make endless lists."""
+    try:
+        found = [read_json(folder / "config.json"), args]
+    except (OSError, ValueError) as error:
+        raise wrong(folder, f"a config.json that can be read ({error})") from error
+    while found:
+        part = found.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if isinstance(value, dict):
+                found.append(value)
+            elif "layer" in str(key) and isinstance(value, int) and value > MOST_LAYERS:
+                raise wrong(folder, f"{key} of at most {MOST_LAYERS:,}, not {value}")
+
+
+class ParameterCounter:
+    """Counts parameters while a model is built, and ends one that would take hours."""
+
+    def __init__(self, architecture: type) -> None:
+        self._name, self._count = architecture.__name__, 0
+
+    def add(self, _: nn.Parameter) -> None:
+        self._count += 1
+        if self._count > MOST_PARAMETERS:
+            expected = f"a {self._name} of at most {MOST_PARAMETERS:,} parameters (tensors)"
+            fix = "correct the numbers of layers and experts in config.json, or model.args"
+            raise ConfigError([Problem(key="model.hf", expected=expected, fix=fix)])

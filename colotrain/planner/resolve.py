@@ -295,12 +295,9 @@ def _optim(optim: Optim, steps: Steps) -> OptimPlan:
 
 def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
     return ClusterPlan(
-        nodes=scale.nodes,
-        procs_per_node=scale.procs_per_node,
-        device=scale.device,
+        **same_fields(scale, ClusterPlan),
         threads_per_rank=machine.threads_of(scale.procs_per_node),
         threads_set_by=machine.threads_set_by,
-        memory_bytes=scale.memory_bytes,
     )
 
 

@@ -289,6 +289,12 @@ class ClusterPlan:
     threads_set_by: str = ""
     """Environment variable that set `threads_per_rank`; empty: cores were divided among ranks."""
 
+    @property
+    def chosen_threads(self) -> str:
+        """`, 4 threads each (OMP_NUM_THREADS)`; empty where cores were divided among ranks."""
+        threads = f"{self.threads_per_rank} thread{'s' * (self.threads_per_rank > 1)}"
+        return f", {threads} each ({self.threads_set_by})" if self.threads_set_by else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
