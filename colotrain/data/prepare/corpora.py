@@ -19,8 +19,6 @@ Progress = Callable[[str, int, int], None]
 """Callback for progress: (name of the activity, amount done, total)."""
 
 PIECE_BYTES = 1 << 18
-MOST_HELD = 1 << 24
-"""Characters of a text without line ends after which it is cut at a space."""
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
@@ -113,8 +111,6 @@ def read_pieces(span: Span) -> Iterator[str]:
             left = left - len(data) if data else 0
             text = held + decoder.decode(data, final=left == 0)
             end = text.rfind("\n") + 1 if left else len(text)
-            if not end and len(text) > MOST_HELD:
-                end = text.rfind(" ") + 1 or len(text)
             piece, held = (text[:end], text[end:]) if end else (text, "")
             if piece:
                 yield piece

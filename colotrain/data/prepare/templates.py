@@ -9,11 +9,12 @@ import re
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,19 @@ DATE = date(2024, 1, 1)
 DIRECTIVES = ("-d", "-m", "-I", "-H", "%", *"aAbBdHIjmMpSwxXyYcZ")
 """Directives of strftime; the longer ones first."""
 STATM = Path("/proc/self/statm")
-SECONDS = 3.0
-"""Most processor time of one rendering: a template may have loops that never end."""
-MOST_BYTES, MOST_BITS = 1 << 30, 1 << 16
-"""Most memory of one rendering, and most bits of a number that a template computes with."""
+SECONDS, LOOK_S = 3.0, 0.05
+"""Most processor time of one rendering, whose loops may never end, and after how much it is
+looked at."""
+MOST_BYTES = 1 << 30
+"""Most memory that one rendering may fill, as far as it is looked at."""
+MOST_BITS, MOST_REPEATED = 1 << 16, 1 << 26
+"""Most bits of a number that a template computes with, and most items of what `*` repeats."""
 ARITHMETIC = {
     **{"*": operator.mul, "**": operator.pow, "//": operator.floordiv, "%": operator.mod},
     "/": operator.truediv,
 }
 """Operators that may compute for hours without a chance to end them by a signal."""
+COMPILING = threading.Lock()
 CHATML = (
     "{% set first = messages[0] if messages and messages[0].role == 'system' else none %}"
     "{% if first or tools %}{{ '<|im_start|>system\n' + (first.content if first else '') }}"
@@ -95,7 +100,8 @@ class ChatTemplate:
             source = _fixed_date() + source
         render = _transformers_renderer()
         try:
-            with _time_limit(SECONDS), _memory_limit(MOST_BYTES), _small_numbers():
+            with _limits():
+                _compile(source)
                 texts, marked = render(
                     conversations=[messages],
                     tools=chat.tools,
@@ -133,68 +139,70 @@ def _refusal(error: Exception) -> Exception:
     if isinstance(error, jinja2.TemplateSyntaxError):
         expected = f"a Jinja template (line {error.lineno}: {error.message})"
         return ConfigError([Problem(key=key, expected=expected, fix="correct the template")])
-    limits = {
-        TimeoutError: f"within {SECONDS:g} s",
-        MemoryError: f"in {MOST_BYTES >> 20} MiB of memory",
-        OverflowError: "without huge numbers",
-    }
-    if limit := next((text for kind, text in limits.items() if isinstance(error, kind)), ""):
-        expected = f"a template that renders a conversation {limit}"
-        fix = "look for a loop that does not end"
-        return ConfigError([Problem(key=key, expected=expected, fix=fix)])
+    limits = {TimeoutError: f"within {SECONDS:g} s", MemoryError: f"in {MOST_BYTES >> 20} MiB"}
+    for kind, limit in limits.items():
+        if isinstance(error, kind):
+            expected = f"a template that renders a conversation {limit}"
+            fix = "look for a loop that does not end"
+            return ConfigError([Problem(key=key, expected=expected, fix=fix)])
     return BadRecord(f"the chat template refuses it ({error})")
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` after this processor time, unless somebody else uses its timer."""
+def _limits() -> Iterator[None]:
+    """Raise `TimeoutError` or `MemoryError` after too much processor time or memory.
+
+    Not in other threads than the main one, nor where somebody else uses its timer.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
         yield
         return
+    began, used_before = time.thread_time(), _used_bytes()
 
-    def stop(*_: object) -> None:
-        raise TimeoutError
+    def look(*_: object) -> None:
+        is_late = time.thread_time() - began > SECONDS
+        if is_late or _used_bytes() - used_before > MOST_BYTES:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 1, 1)  # again only where nothing ends by this
+            raise TimeoutError if is_late else MemoryError
 
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    before = signal.signal(signal.SIGVTALRM, look)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LOOK_S, LOOK_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        finally:  # the last signal may come right here
+            signal.signal(signal.SIGVTALRM, before)
 
 
-@contextmanager
-def _memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let allocations fail with `MemoryError` after so many more bytes of addresses (Linux)."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
+def _used_bytes() -> int:
+    """Return the memory that is this process's alone, without what it shares with files (Linux)."""
     try:
-        used = int(STATM.read_text("ascii").split()[0]) * resource.getpagesize()
+        _, resident, shared, *_ = STATM.read_bytes().split()
     except OSError:
-        yield
-        return
-    limits = [used + num_bytes, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        return 0
+    return (int(resident) - int(shared)) * resource.getpagesize()
 
 
-@contextmanager
-def _small_numbers() -> Iterator[None]:
-    """Have templates that are compiled meanwhile compute with numbers of bounded size alone."""
+@lru_cache
+def _compile(source: str) -> None:
+    """Have transformers compile, and keep, a template that computes with small numbers alone.
+
+    jinja2 asks the class of its sandbox when it compiles a template, which transformers makes.
+    """
     from jinja2.sandbox import SandboxedEnvironment as Sandbox
 
-    before = Sandbox.intercepted_binops, Sandbox.default_binop_table
     table = {name: partial(_compute, function) for name, function in ARITHMETIC.items()}
-    Sandbox.intercepted_binops = before[0] | table.keys()
-    Sandbox.default_binop_table = before[1] | table
-    try:
-        yield
-    finally:
-        Sandbox.intercepted_binops, Sandbox.default_binop_table = before
+    with COMPILING:
+        before = Sandbox.intercepted_binops, Sandbox.default_binop_table
+        Sandbox.intercepted_binops = before[0] | table.keys()
+        Sandbox.default_binop_table = before[1] | table
+        try:
+            _transformers_renderer()(conversations=[], chat_template=source)
+        finally:
+            Sandbox.intercepted_binops, Sandbox.default_binop_table = before
 
 
 def _compute(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
@@ -203,6 +211,10 @@ def _compute(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
         bits.append(bits[0] * abs(right))
     if max(bits, default=0) > MOST_BITS:
         raise OverflowError(f"a number of more than {MOST_BITS:,} bits")
+    if len(bits) == 1 and function is operator.mul:
+        number, items = (left, right) if isinstance(left, int) else (right, left)
+        if isinstance(items, Sequence) and len(items) * number > MOST_REPEATED:
+            raise OverflowError(f"{len(items):,} items {number:,} times")
     return function(left, right)
 
 
