@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
 def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
     """Each record of a block with its number, or a `BadRecord` where it cannot be parsed."""
     if block.kind == "arrow":
-        yield from zip(block.numbers, _from_arrow(block.payload), strict=True)
+        with _damage_told(f"{block.file}: its rows are damaged"):
+            yield from zip(block.numbers, _from_arrow(block.payload), strict=True)
     elif block.kind == "table":
         header, *rows = json.loads(block.payload)
         for number, row in zip(block.numbers, rows, strict=True):
@@ -111,8 +113,8 @@ def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
     """Rows as Arrow streams; the bytes read are estimated from the share of rows."""
     pa = import_pyarrow()
     number, size = 1, path.stat().st_size
-    try:
-        source = _parquet_batches if kind == "parquet" else _arrow_batches
+    source = _parquet_batches if kind == "parquet" else _arrow_batches
+    with _damage_told(f"{path}: cannot be read as {kind}"):
         for batch, share in source(path, columns):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -120,8 +122,15 @@ def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
             numbers = range(number, number + batch.num_rows)
             yield numbers, sink.getvalue().to_pybytes(), int(size * share)
             number += batch.num_rows
-    except (pa.ArrowException, *DAMAGED) as error:
-        problem = f"{path}: cannot be read as {kind} ({' '.join(str(error).split())})"
+
+
+@contextmanager
+def _damage_told(problem: str) -> Iterator[None]:
+    """Raise `ColotrainError` for what pyarrow raises of damaged files."""
+    try:
+        yield
+    except (import_pyarrow().ArrowException, *DAMAGED) as error:
+        problem = f"{problem} ({' '.join(str(error).split())})"
         raise ColotrainError(problem, "copy it again, or set data.format") from error
 
 
@@ -149,8 +158,8 @@ def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, f
 
 
 def _with_unread(batch: Any, names: list[str]) -> Any:
-    """The batch, if it is valid, which knows the names of the file's other columns."""
-    batch.validate(full=True)  # offsets may point anywhere, and texts be no UTF-8
+    """The batch, if it can be copied, which knows the names of the file's other columns."""
+    batch.validate()  # its first and last offsets are within the file; `_from_arrow` looks at all
     others = [name for name in names if name not in batch.schema.names]
     return batch.replace_schema_metadata({UNREAD: json.dumps(others)})
 
@@ -170,6 +179,7 @@ def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
     stream = pa.ipc.open_stream(payload)
     unread = dict.fromkeys(json.loads(stream.schema.metadata[UNREAD]), ...)
     for batch in stream:
+        batch.validate(full=True)  # offsets may point anywhere, and texts be no UTF-8
         for row in batch.to_pylist():
             yield {name: _without_nulls(value) for name, value in row.items()} | unread
 
