@@ -303,7 +303,8 @@ def _construct(
         with parameters_on_meta(ParameterCounter(architecture).add):
             model: nn.Module = architecture._from_config(config, dtype=dtype)
     except Exception as error:  # whatever the library raises about sizes
-        if isinstance(error, ColotrainError) or (folder and isinstance(error, RuntimeError)):
+        of_weights = folder is not None and isinstance(error, RuntimeError | MemoryError | OSError)
+        if of_weights or isinstance(error, ColotrainError):
             raise
         expected = f"settings that {architecture.__name__} accepts ({message_of(error)})"
         raise ConfigError([Problem(key="model.args", expected=expected)]) from error
