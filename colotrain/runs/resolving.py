@@ -157,8 +157,8 @@ def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:
     described = config.get("hardware")
     if not isinstance(described, dict) or described.get("name") is None:
         return machine
-    none = {"num_devices": 0, "device_memory_bytes": 0, "threads": 0, "threads_set_by": ""}
-    return replace(machine, device="cpu", **none)
+    cores_alone = replace(machine, threads=0, threads_set_by="")
+    return replace(cores_alone, device="cpu", num_devices=0, device_memory_bytes=0)
 
 
 def print_notes(*configs: ResolvedConfig, warnings: bool = False) -> None:
