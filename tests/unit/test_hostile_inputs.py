@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import random
+import resource
+import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +19,11 @@ from test_hostile_runs import bounds
 from colotrain.cli.main import guarded
 from colotrain.config import files
 from colotrain.config.files import read_file
-from colotrain.data.prepare import corpora, records
+from colotrain.data.prepare import records, templates
 from colotrain.data.prepare.conversations import Renderer
 from colotrain.data.prepare.megatron_index import document_ends
 from colotrain.data.prepare.records import BadRecord
 from colotrain.data.prepare.sources import find_sources
-from colotrain.data.prepare.templates import ARITHMETIC
 from colotrain.data.prepare.tokens import prepare
 from colotrain.data.prepare.vocabulary import check_tokenizer
 from colotrain.errors import ColotrainError, ConfigError, Problem
@@ -109,20 +111,6 @@ def test_a_value_of_json_without_an_end_is_refused(tmp_path: Path) -> None:
     assert "record 2: expected values of at most 64 MiB" in refused(path)
 
 
-def test_a_text_without_lines_is_cut_at_spaces_and_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpora, "MOST_HELD", 300_000)
-    monkeypatch.setattr(corpora, "PIECE_BYTES", 50_000)
-    text = "word ü " * 150_000
-    (tmp_path / "long.txt").write_text(text)
-    span = corpora.Span(path=tmp_path / "long.txt", start=0, stop=len(text.encode()))
-    pieces = list(corpora.read_pieces(span))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) < 400_000
-    assert all(piece.endswith(" ") for piece in pieces)
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -203,10 +191,32 @@ def test_damaged_columns_are_an_error_or_rows(
 def test_a_template_has_three_seconds_and_a_gibibyte(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colotrain.data.prepare.templates.SECONDS", 0.5)
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
     renderer = Renderer(columns={}, loss_on="answers", template=template, tokens={})
     with bounds(), pytest.raises((ConfigError, BadRecord)):
         renderer.documents({"messages": TWO})
+
+
+def test_a_rendering_that_fills_memory_is_ended_without_a_limit_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fill(**_: object) -> object:
+        kept = []
+        for _ in range(1000):
+            kept.append(mmap.mmap(-1, 1 << 21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            kept[-1].write(bytes([1] * (1 << 21)))
+        return [""], []
+
+    monkeypatch.setattr(templates, "MOST_BYTES", 64 << 20)
+    monkeypatch.setattr(templates, "SECONDS", 60)
+    monkeypatch.setattr(templates, "_transformers_renderer", lambda: fill)
+    renderer = Renderer(columns={}, loss_on="all", template="filling", tokens={})
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(ConfigError, match="renders a conversation in 64 MiB"):
+        renderer.documents({"messages": TWO})
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert signal.getsignal(signal.SIGVTALRM) == handler
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_templates_compute_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +224,7 @@ def test_templates_compute_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from jinja2.sandbox import SandboxedEnvironment as Sandbox
 
     before = Sandbox.intercepted_binops, dict(Sandbox.default_binop_table)
-    sums = "|".join(f"{{{{ 7 {sign} 2 }}}}" for sign in ARITHMETIC)
+    sums = "|".join(f"{{{{ 7 {sign} 2 }}}}" for sign in templates.ARITHMETIC)
     text = f"{sums}|{{{{ '-' * 3 }}}}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
     renderer = Renderer(columns={}, loss_on="all", template=text, tokens={})
     (found,) = renderer.documents({"messages": TWO})
