@@ -134,7 +134,7 @@ def check_layers(folder: Path, args: dict[str, Any]) -> None:
     try:
         found = [read_json(folder / "config.json"), args]
     except (OSError, ValueError) as error:
-        raise wrong(folder, f"a config.json that can be read ({error})") from error
+        raise wrong(folder, f"a config.json that transformers reads ({error})") from error
     while found:
         part = found.pop()
         for key, value in part.items() if isinstance(part, dict) else ():
