@@ -77,7 +77,12 @@ def _integer(value: int) -> bytes:
 
 @lru_cache(maxsize=8)
 def key_and_certificate(secret: str, purpose: str) -> tuple[str, str]:
-    """Return both as PEM: the same wherever and whenever, and others for another purpose."""
+    """Return both as PEM: the same wherever and whenever, and others for another purpose.
+
+    `ValueError` without a secret, as anybody could compute that key.
+    """
+    if not secret:
+        raise ValueError("no secret is known")
     own = _number(secret, f"key {purpose}")
     public = _der(BITS, b"\0\4", *(value.to_bytes(32) for value in _multiple(own)))
     algorithm = _der(SEQUENCE, _der(OID, ECDSA_WITH_SHA256))
@@ -99,8 +104,8 @@ def key_and_certificate(secret: str, purpose: str) -> tuple[str, str]:
         _der(SEQUENCE, kind, public),
         _der(FOURTH, _der(SEQUENCE, is_root)),
     )
-    # the only signature with this key outside TLS, so that this number is used once
-    once = _number(secret, f"once {purpose}")
+    # one number for two texts would tell the key
+    once = _number(secret, f"once {purpose} {sha256(signed).hexdigest()}")
     r = _multiple(once)[0] % ORDER
     s = pow(once, -1, ORDER) * (int.from_bytes(sha256(signed).digest()) + r * own) % ORDER
     signature = _der(BITS, b"\0", _der(SEQUENCE, _integer(r), _integer(s)))

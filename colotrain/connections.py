@@ -155,13 +155,13 @@ def connect(address: tuple[str, int], *, secret: str, service: str, within_s: fl
 
     One that is cut before it is proved is made again: too many may have come at once.
     """
+    if not secret:
+        raise StrangerError("this side knows no secret")
+    context = tls_context(secret, service, is_server=False)  # before the other side's time runs
     deadline = time.monotonic() + min(AGAIN_S, within_s)
     while True:
         made = socket.create_connection(address, timeout=within_s)
         try:
-            if not secret:
-                raise StrangerError("this side knows no secret")
-            context = tls_context(secret, service, is_server=False)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.settimeout(within_s)
@@ -217,6 +217,7 @@ class Service:
         self._closing = False
         self._accepts_at: float | None = None
         """When accepting begins again; None while it goes on."""
+        self._selector = selectors.DefaultSelector()  # here, as a thread's OSError is nobody's
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -230,7 +231,7 @@ class Service:
 
     def _run(self) -> None:
         self.listener.setblocking(False)
-        with selectors.DefaultSelector() as self._selector:
+        with self._selector:
             self._selector.register(self.listener, selectors.EVENT_READ)
             while not self._closing:
                 for key, _ in self._selector.select(PAUSE_S):

@@ -1,7 +1,8 @@
 """Collectives of plain data: JSON, and tensors whose types and shapes it tells.
 
 Torch's collectives of objects unpickle what they receive, over connections that anybody who reaches
-the machine can make: that would run a stranger's code.
+the machine can make: that would run a stranger's code. All tensors are on the CPU, whatever device
+the user's code has made torch's default.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MOST_BYTES = 1 << 32
 
 def broadcast(value: Any) -> Any:
     """Return rank 0's value on every rank. All ranks must call."""
-    data = _encoded(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    data = (
+        _encoded(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return json.loads(_broadcast_bytes(data).numpy().tobytes())
 
 
@@ -28,10 +31,10 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of the group's ranks, in their order. All of them must call."""
     data = _encoded(value)
     world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device="cpu"), group=group)
     counts = [_checked(size) for size in sizes]
-    padded = torch.zeros(max(counts), dtype=torch.uint8)
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
     padded[: data.numel()] = data
     everyone = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(everyone, padded, group=group)
@@ -55,7 +58,7 @@ def gather_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         return []
     found = [_unpacked(abouts[0], data)]
     for rank, about in enumerate(abouts[1:], start=1):
-        data = torch.empty(_num_bytes(about), dtype=torch.uint8)
+        data = torch.empty(_num_bytes(about), dtype=torch.uint8, device="cpu")
         if data.numel():
             dist.recv(data, src=rank)
         found.append(_unpacked(about, data))
@@ -75,10 +78,10 @@ def _checked(size: Tensor) -> int:
 
 def _broadcast_bytes(data: Tensor) -> Tensor:
     """Return rank 0's bytes."""
-    size = torch.tensor([data.numel()])
+    size = torch.tensor([data.numel()], device="cpu")
     dist.broadcast(size, src=0)
     if dist.get_rank() != 0:
-        data = torch.empty(int(size.item()), dtype=torch.uint8)
+        data = torch.empty(_checked(size), dtype=torch.uint8, device="cpu")
     if data.numel():
         dist.broadcast(data, src=0)
     return data
@@ -99,16 +102,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _num_bytes(about: list[Any]) -> int:
-    return sum(
-        torch.Size(shape).numel() * torch.empty(0, dtype=_dtype(dtype)).element_size()
-        for _, dtype, shape in about
-    )
+    return sum(torch.Size(shape).numel() * _dtype(dtype).itemsize for _, dtype, shape in about)
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the bytes of all, one after another."""
     flat = [t.detach().cpu().reshape(-1).view(torch.uint8) for t in tensors.values()]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _unpacked(about: list[Any], data: Tensor) -> dict[str, Tensor]:

@@ -35,6 +35,8 @@ MIN_LABELS = 3
 """Least labels of a row that are taken for a sequence."""
 USUAL_IGNORED = (255, 0)
 """Labels beside negative ones that losses of people's own leave out."""
+MOST_OTHER_LABELS = 16
+"""Labels that are tried in another's place: half precision may round away what one changes."""
 MOST_SAMPLES = 4
 """Samples of a trial."""
 
@@ -233,24 +235,27 @@ class _Trial:
         return _first_is_left_out(losses) or self._first_changes_nothing(one, rule.entry, labels)
 
     def _first_changes_nothing(self, one: Batch, entry: str, labels: Tensor) -> bool:
-        """Whether the loss of a sample stays the same with another first label, and not with
-        another second one."""
+        """Whether the loss of a sample stays the same with other first labels, and not with
+        other second ones."""
         known = labels.unique()
         if self.stage.count > 1 or len(known) < 2:
             return False
 
-        def loss(position: int) -> Tensor | None:
-            changed = one[entry].clone()
-            own = changed[0, position]
-            changed[0, position] = known[known != own][-1]
-            found = self.loss({**one, entry: changed})
-            return None if found is None else found.value
-
         before = self.loss(one)
-        first, second = loss(0), loss(1)
-        if before is None or first is None or second is None:
+        if before is None:
             return False
-        return _same(before.value, first) and not _same(before.value, second)
+
+        def changes(position: int) -> bool | None:
+            """None if there is a label with which there is no loss."""
+            for other in known[known != one[entry][0, position]][-MOST_OTHER_LABELS:]:
+                changed = one[entry].clone()
+                changed[0, position] = other
+                found = self.loss({**one, entry: changed})
+                if found is None or not _same(before.value, found.value):
+                    return None if found is None else True
+            return False
+
+        return changes(0) is False and changes(1) is True
 
     def compare(
         self, whole: Result, samples: Batch, rule: TargetRule, tolerance: float

@@ -45,6 +45,8 @@ class Agent(LocalElasticAgent):
     def __init__(self, launch: Launch, rendezvous: Rendezvous, logs: Path) -> None:
         plan, files = launch.plan, rendezvous.files
         self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
+        # all nodes have as many ranks: none is read from the store, in which anybody may write
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         self.ended: set[int] = set()
         """Local ranks of this attempt that `end_survivors` has killed."""
         spec = WorkerSpec(

@@ -12,6 +12,7 @@ which also keeps strangers out (`connections`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import socket
 import threading
@@ -378,10 +379,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 def listen_at(address: str) -> socket.socket:
     """Return a listening socket on this address alone; if it is not this machine's, on all."""
-    with contextlib.suppress(OSError):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        if address:
-            return socket.create_server((address, 0), family=family)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family) if address else listen("", 0)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
     return listen("", 0)
 
 

@@ -182,6 +182,24 @@ def test_who_has_another_key_is_no_side_of_it(echo: Echo, secret: str, service: 
     assert echo.told == []
 
 
+def test_before_a_secret_is_known_nobody_is_served() -> None:
+    """A node opens its keeper before node 0 has written the secret; "" is no secret."""
+    unready = Echo("")
+    with socket.create_connection(unready.where, timeout=WITHIN_S) as stranger:
+        hello = ssl.MemoryBIO()
+        made = tls_context("any", "echo", is_server=False).wrap_bio(ssl.MemoryBIO(), hello)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            made.do_handshake()
+        with contextlib.suppress(OSError):
+            stranger.sendall(hello.read())
+            assert stranger.recv(1 << 16) == b""
+    for is_server in (False, True):
+        with pytest.raises(ValueError, match="no secret"):
+            tls_context("", "echo", is_server=is_server)
+    unready.service.close()
+    assert unready.told == []
+
+
 @pytest.mark.parametrize("versions", [ssl.TLSVersion.TLSv1_2])
 def test_no_older_version_is_spoken(echo: Echo, versions: ssl.TLSVersion) -> None:
     handle = os.memfd_create("test")
@@ -217,9 +235,9 @@ def test_a_message_must_arrive_in_time_and_end(echo: Echo, monkeypatch: pytest.M
 def test_the_key_and_the_certificate_follow_from_the_secret(tmp_path: Path) -> None:
     key, certificate = key_and_certificate("secret", "echo")
     assert key_and_certificate("secret", "echo") == (key, certificate)
-    others = [("secret", "copies"), ("other", "echo"), ("", "")]
+    others = [("secret", "copies"), ("other", "echo")]
     found = {key, *(key_and_certificate(*other)[0] for other in others)}
-    assert len(found) == 4
+    assert len(found) == 3
     (tmp_path / "key.pem").write_text(key)
     (tmp_path / "own.pem").write_text(certificate)
     strict = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -68,6 +68,13 @@ def test_a_model_that_shifts_labels_is_told(
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+def test_a_label_whose_change_half_precision_rounds_away_is_not_taken_for_shifted() -> None:
+    """One of a row's labels changes the mean by less than a step of bfloat16, now and then."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        assert not examine(NeverZero().to(torch.bfloat16), batch()).rule.shifted, seed
+
+
 def test_the_first_label_of_a_row_has_no_weight_where_labels_are_shifted() -> None:
     model = Shifts()
     setattr(model, TARGETS, TargetRule(shifted=True))
