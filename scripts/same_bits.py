@@ -132,6 +132,8 @@ def run_case(case: corpus.Case, sides: Sequence[Side], folder: Path, timeout_s: 
             places = {"{made}": str(folder / "made"), "{python}": side.python}
             words = [re.sub(r"\{\w+\}", lambda m: places.get(m[0], m[0]), w) for w in command]  # noqa: B023
             outputs.append(side.command(words, work, timeout_s))
+            # what processes really took would be in the plan of a later command
+            shutil.rmtree(work / "cache" / "peaks", ignore_errors=True)
             if outputs[-1]["code"] is None:
                 break
         (work / OUTPUTS).write_text(json.dumps(outputs, indent=1), "utf-8")

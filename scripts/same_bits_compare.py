@@ -26,7 +26,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         *("*/output * plan/time/measured/*", "*/output * plan/time/error"),
     ),
     "memory of processes, which the allocator decides": (
-        *(f"*/events/*/{key}" for key in ("rss", "peak", "memory/*/baseline")),
+        *(f"*/events/*/{key}" for key in ("rss", "peak", "memory/*/baseline", "tiers/*/need/*")),
         "*/events/*/memory/*/activations",
         *(document + key for document in MEASURED for key in MEMORY),
         *("*/output * plan/memory/measured/*", "*/output * plan/memory/error"),
@@ -47,6 +47,7 @@ SKIPPED = {
     "*/signature.json": "signs files that are compared themselves",
     "*/launcher.json": "identity of the process",
     "*/traces/*": "times",
+    "*/teacher/*": "has random names; what it holds is in every loss",
     "*/audit/*": "what the audit read, with its times",
     "*.svg": "pictures, with their dates",
 }
@@ -175,7 +176,7 @@ def facts_of(folder: Path, checkout: Path) -> list[Fact]:
     """Read everything that a case left in its folder."""
     facts = list(output_facts(json.loads((folder / OUTPUTS).read_text("utf-8")), str(checkout)))
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = str(path.relative_to(folder))
+        name = cleaned(str(path.relative_to(folder)), str(checkout))
         if name == OUTPUTS or any(fnmatchcase(name, glob) for glob in SKIPPED):
             continue
         if path.suffix == ".jsonl":
@@ -201,8 +202,13 @@ def content_of(path: Path, checkout: str) -> Any:
 
 
 def cleaned(text: str, checkout: str) -> str:
-    """Replace the checkout's path, and the names of folders of logs, which have a time in them."""
-    return re.sub(r"logs/\d{8}-\d{6}/\w+", "logs/TIME", text.replace(checkout, "CHECKOUT"))
+    """Replace the checkout's path, times of day, and names of folders of logs.
+
+    The Python that runs both may lie in one of them: its path stays.
+    """
+    own = rf"{re.escape(checkout)}(?=/(?:colotrain|recipes|conf)\b|[\"':\s]|$)"
+    text = re.sub(r"logs/\d{8}-\d{6}/\w+", "logs/TIME", re.sub(own, "CHECKOUT", text))
+    return re.sub(r"\b\d{8}-\d{6}\b", "TIME", text)
 
 
 def event_facts(path: Path, place: str, checkout: str) -> Iterator[Fact]:

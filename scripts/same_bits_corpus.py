@@ -52,6 +52,7 @@ LLM = (
 )
 LORA = ("adapter.name=lora", "adapter.targets=[*attention*,*mlp*]", "adapter.rank=4")
 FOUR = "cluster.procs_per_node=4"
+DISK = ("plugin.disk_path=disk", "plugin.budget.disk=1GiB")
 DIMENSIONS: dict[str, dict[str, Words]] = {
     "mesh": {
         "dp2": (),
@@ -73,7 +74,7 @@ DIMENSIONS: dict[str, dict[str, Words]] = {
         "replicas": ("plugin=fsdp-hybrid", "plugin.shard_size=1"),
         "hybrid": ("plugin=fsdp-hybrid", "plugin.shard_size=2"),
         "gemini": ("plugin=gemini",),
-        "disk": ("plugin=gemini", "plugin.budget.host=1MiB", "plugin.disk_path=disk"),
+        "disk": ("plugin=gemini", "plugin.budget.host=1MiB", *DISK),
         "pieces": ("plugin=gemini", "plugin.chunk_size=8KiB"),
     },
     "accumulation": {
@@ -130,7 +131,8 @@ DIMENSIONS: dict[str, dict[str, Words]] = {
 PLAIN_MESH = ("mesh.tp=1", "mesh.cp=1", "mesh.pp=1", "mesh.pp_schedule=1f1b", "mesh.pp_split=[]")
 PLAIN_PLUGIN = (
     *("plugin.shard_size=null", "plugin.overrides={}", "plugin.chunk_size=auto"),
-    *("plugin.budget.host=auto", "plugin.disk_path=auto", "mesh.sequence_parallel=false"),
+    *("plugin.budget.host=auto", "plugin.budget.disk=auto", "plugin.disk_path=auto"),
+    "mesh.sequence_parallel=false",
 )
 """What a resume resets where it changes plugin and ranks."""
 OF_MATRICES = ("tp2", "tokens2", "dp2tp2", "tp2cp2")
@@ -252,7 +254,8 @@ FAMILY_CASES: dict[str, tuple[str, str, Words]] = {
     "vit": ("vit", "images", ("plugin=fsdp-hybrid", "train.precision=fp16")),
 }
 """Name → type of model, function of tests.families that makes its samples, settings."""
-CHAT = ("model.hf={made}/chat-model", "data.path={made}/chat", "data.seq_len=48", *HF)
+CHAT = ("model.hf={made}/chat-model", "data.path={made}/chat", "data.chat_template=chatml")
+CHAT = (*CHAT, "data.seq_len=48", *HF)
 PREFERENCES = (
     *("data.path={made}/preferences", "data.chat_template=chatml", "data.seq_len=64"),
     *("train.objective=dpo", "train.micro_batch=2"),
@@ -325,17 +328,19 @@ SMALL_LLM = (*LLM, "cluster.procs_per_node=2")
 RUN = ("run", *SMALL_LLM, "plugin=zero2")
 TWO = (*RUN, "name=two", "plugin=zero3")
 RUN_HF = ("run", "model.hf={made}/llama", "data.target=tests.families:causal", *HF, "plugin=zero3")
+KUBERNETES = ("cluster.kubernetes.image=i:1", "cluster.kubernetes.volumes={runs: /shared}")
 SUBMIT = ("submit", *SMALL_LLM, "plugin=zero2", "--dry-run")
 VERIFY = ("verify", *SMALL_LLM, "--steps", "1", "--world-sizes", "2")
 FIRST_STEP = ("inspect-grads", *SMALL_LLM, "plugin=zero3", "accumulate.steps=2", "--noise")
-SWEEP = ("run", *SMALL_LLM, "plugin=zero1", "--sweep", "train.seed=0,1")
+SWEEP = ("run", *SMALL_LLM, "plugin=zero1", "--sweep", "accumulate.steps=1,2")
 VERBS: dict[str, tuple[Words, ...]] = {
     "inspect-grads": (RUN, ("inspect-grads", "one"), ("inspect-grads", "one", "--step", "1")),
     "inspect-first-step": (FIRST_STEP,),
     "compare-runs": (RUN, TWO, ("inspect-grads", "one", "--against", "two")),
     "checkpoints": (RUN, ("checkpoints", "one"), ("checkpoints", "one", "--verify")),
     "listing": (RUN, ("runs",), ("dashboard", "one"), ("logs", "one")),
-    "finished": (RUN, ("stop", "one"), ("resume", "one"), ("plan", "one")),
+    "finished": (RUN, ("resume", "one"), ("plan", "one")),
+    "stop": (RUN, ("stop", "one")),
     "profile": ((*RUN, "train.profile.steps=[2,2]"), ("profile", "one", "--last")),
     "sweep": (SWEEP, ("runs", "--sweep", "one")),
     "smoke": ((*RUN, "--smoke"),),
@@ -348,7 +353,7 @@ VERBS: dict[str, tuple[Words, ...]] = {
     "data": (("data", "inspect", *SMALL_LLM), ("data", "inspect", *CHAT)),
     "import-config": (("import-config", "{made}/deepspeed/config.json", "--kind", "deepspeed"),),
     "slurm": ((*SUBMIT, "cluster.slurm.partition=gpu"),),
-    "kubernetes": ((*SUBMIT, "cluster.kubernetes.image=image:1"),),
+    "kubernetes": ((*SUBMIT, *KUBERNETES),),
     "doctor": (("doctor", "--only", "torch,limits,environment"),),
     "audit": (("audit", "--steps", "2", "--json", "--", "{python}", "{made}/audited/audited.py"),),
 }
