@@ -26,7 +26,10 @@ IGNORED: dict[str, tuple[str, ...]] = {
         *("*/output * plan/time/measured/*", "*/output * plan/time/error"),
     ),
     "memory of processes, which the allocator decides": (
-        *(f"*/events/*/{key}" for key in ("rss", "peak", "memory/*/baseline", "tiers/*/need/*")),
+        *(
+            f"*/events/*/{key}"
+            for key in ("rss", "peak", "memory/*/baseline", "tiers/*/need/*", "tiers/*/other/*")
+        ),
         "*/events/*/memory/*/activations",
         *(document + key for document in MEASURED for key in MEMORY),
         *("*/output * plan/memory/measured/*", "*/output * plan/memory/error"),

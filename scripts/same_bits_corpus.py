@@ -206,8 +206,8 @@ DIFFICULT = (
     *("data.target=tests.dist.difficult:samples", "train.global_batch=12", "train.micro_batch=3"),
     *("train.seed=7", "cluster.procs_per_node=2", *STEPS),
 )
-OTHER_IDIOMS = ("DataTied", "StateDictEma", "FunctionalOwn")
-"""Foreign models that are refused: by the plan, by a forward, and where blocks stay gathered."""
+OTHER_IDIOMS = ("DataTied", "FunctionalOwn")
+"""Foreign models that are refused: by the plan, and where blocks stay gathered."""
 
 
 def model_cases() -> Iterator[Case]:
