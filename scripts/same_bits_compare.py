@@ -210,7 +210,7 @@ def cleaned(text: str, checkout: str) -> str:
     The Python that runs both may lie in one of them: its path stays.
     """
     own = rf"{re.escape(checkout)}(?=/(?:colotrain|recipes|conf)\b|[\"':\s]|$)"
-    text = re.sub(r"logs/\d{8}-\d{6}/\w+", "logs/TIME", re.sub(own, "CHECKOUT", text))
+    text = re.sub(r"logs/\d{8}-\d{6}/[\w.-]+", "logs/TIME", re.sub(own, "CHECKOUT", text))
     return re.sub(r"\b\d{8}-\d{6}\b", "TIME", text)
 
 
