@@ -23,7 +23,7 @@ from colotrain.engine.changed_inputs import when_inputs_change
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.errors import UsageError
 from colotrain.models.documents import leave_graphs_for_documents
-from colotrain.spec.plan import Recompute, TrainPlan
+from colotrain.spec.plan import Recompute
 from colotrain.torch_internals import (
     COMPUTED_AGAIN,
     OpOverload,
@@ -50,21 +50,6 @@ COSTLY = {
     "flex_attention",
 }
 """Operations whose outputs `selective` keeps: matrix products, convolutions, attention."""
-
-
-def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
-    """Compile the blocks and set up recomputation, as the plan says.
-
-    `selective` is set up before compiling, because the compiler must see which outputs it keeps.
-    With `full`, backward runs the compiled forward of a block again.
-    """
-    recompute = train.activation_checkpointing
-    if recompute == "selective":
-        checkpoint_blocks_(model, recompute)
-    if train.compile:
-        compile_blocks_(model)
-    if recompute == "full":
-        checkpoint_blocks_(model, recompute)
 
 
 def compile_blocks_(model: nn.Module) -> None:

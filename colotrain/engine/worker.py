@@ -9,76 +9,52 @@ import faulthandler
 import os
 import signal
 import socket
-from collections.abc import Callable, Set
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples, notes_of
 from colotrain.dotted import import_target
-from colotrain.engine import exchange, monitor
-from colotrain.engine.agreement import check_alike, check_filled_alike
+from colotrain.engine import monitor
+from colotrain.engine.agreement import check_alike
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
-from colotrain.engine.blocks import prepare_blocks_
-from colotrain.engine.changed_inputs import CHANGES_INPUTS
+from colotrain.engine.build.transforms import Build, transform_
 from colotrain.engine.checkpoint import checkpoint, memory_state
 from colotrain.engine.checkpoint.beside import BesideGradients
 from colotrain.engine.checkpoint.choosing import choose_checkpoint, names_to_restore
-from colotrain.engine.checkpoint.memory_copy import MemoryCopies
+from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.sources import sources_of
-from colotrain.engine.context_parallel import divide_among_ranks_
-from colotrain.engine.freezing import freeze_
+from colotrain.engine.checkpoint.whole_copy import WholeCopy
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
 from colotrain.engine.loop import train
-from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload import page_locked
-from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
-from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.parameter_settings import norms_and_biases
-from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
-from colotrain.engine.pipeline.sequence import find_sequence
-from colotrain.engine.pipeline.stage import Stage, keep_stage_
-from colotrain.engine.precision import LossScale, cast_dtype
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer
+from colotrain.engine.precision import LossScale
 from colotrain.engine.probes import memory_now, own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
 from colotrain.engine.references import add_references_
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.counted_waits import count_waits_
-from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
-from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
-from colotrain.engine.sharding.sharded_model import (
-    ShardedModel,
-    make_mesh,
-    materialise_,
-    shard_,
-    stays_gathered,
-)
-from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
-from colotrain.engine.shm.transport import install
 from colotrain.engine.targets import agree_on_targets
 from colotrain.engine.teacher import ask_teacher_
-from colotrain.engine.tensor_parallel import TensorParts, divide_parameters_among_ranks_
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
-from colotrain.models.loading import COMPILED, WAS_COMPILED, begin_training_, build
+from colotrain.models.loading import COMPILED, WAS_COMPILED, build
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all
-from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
-from colotrain.spec.sequence import BlockSequence
-
-AHEAD_BYTES = 256 << 20
-"""Bytes of whole parameters per core that a rank beside a GPU may draw ahead: a matrix of 8 B."""
 
 
 def main(path: str) -> int:
@@ -131,206 +107,139 @@ def prepare(
     stop: Callable[[], str | None],
     heartbeat: HeartbeatWriter | None = None,
 ) -> Run:
-    """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
+    """Build what a run consists of, and read the state from which it goes on. All must call."""
     rank, seed = dist.get_rank(), plan.train.seed
     page_locked.tell_once(lambda text: events.write(Note(text=f"warning: rank {rank}: {text}")))
     configure_malloc_for_build()
-    copies = MemoryCopies.open(plan, events)
-    copied = copies.choose() if copies is not None else None
-    resumed = choose_checkpoint(plan, rundir, events, unless_before=copied.step if copied else 0)
-    copied = copied if resumed is None else None
+    start = StartingPoint.choose(plan, rundir, events)
     import_targets(plan)
-    train_data, validation_data = open_loaders(plan, rank, rundir)
-    model = build(plan.model, seed=seed)
-    attach_(model, plan.model)
-    if rank == 0 and hasattr(model, WAS_COMPILED):
-        events.write(Note(text=COMPILED))
-    if rank == 0:
-        size, evaluates = plan.batch.global_batch, bool(plan.train.eval_steps)
-        told = notes_of(train_data.samples, plan.data, global_batch=size, evaluates=evaluates)
-        for text in told:
-            events.write(Note(text=text))
-    check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
-    frozen = freeze_(
-        model, plan.freeze, step=copied.step if copied else checkpoint.step_of(resumed)
-    )
-    begin_training_(model)
-    undecayed = norms_and_biases(model)  # later, modules have other classes and parts of parameters
-    parts = divide_parameters_among_ranks_(model, plan)
-    trial = first_micro_batch(train_data) if rank == 0 else None
-    nominal, samples = agree_on_targets(plan, trial, train_data, events)
-    groups = agree_on_groups(model, plan, trial, events)
-    stage = agree_on_stage_(model, plan, trial)
-    divide_among_ranks_(model, plan)
-    prepare_blocks_(model, plan.train)
-    groups = stage.own_groups(model, groups)
-    given = names_to_restore(plan, copied, resumed)
-    sharded, tiers, waits_counted = shard_and_fill_(
-        model, plan, rundir, groups, parts, stage, given=given
-    )
-    max_steps = plan.train.max_steps
-    optimizer = ShardOptimizer(plan.optim, max_steps=max_steps, tiers=tiers, undecayed=undecayed)
-    optimizer.add(sharded.trained())
-    run = Run(
+    data = open_loaders(plan, rank, rundir)
+    model = build_alike(plan, data, events)
+    trial = first_micro_batch(data[0]) if rank == 0 else None
+    targets = agree_on_targets(plan, trial, data[0], events)
+    building = Build(
         plan=plan,
         rundir=rundir,
-        rank=rank,
-        device=device,
-        sharded=sharded,
-        optimizer=optimizer,
-        tiers=tiers,
-        waits_counted=waits_counted,
-        gradients=gradients.watch(sharded, frozen=frozen.reasons),
-        nominal_targets=nominal,
-        trial=samples,
-        train_data=train_data,
-        validation_data=validation_data,
-        events=events,
-        loss_scale=LossScale.for_precision(plan.train.precision),
-        stop_requested=stop,
-        saver=Saver.make(plan, rundir, events),
-        sources={} if rank else sources_of(plan, num_samples=len(train_data.samples)),
-        copies=copies,
-        heartbeat=heartbeat or HeartbeatWriter(),
+        model=model,
+        trial=trial,
+        tell=lambda text: events.write(Note(text=text)),
+        step=start.step,
+        given=names_to_restore(plan, start.copied, start.resumed),
     )
-    run.saver.beat = lambda: run.at(run.phase)
-    if isinstance(train_data.samples, StreamSamples):
-        train_data.samples.beat = run.saver.beat
-    if plan.train.on_gradients:
-        run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
-    if plan.train.metrics:
-        run.metrics = import_target("train.metrics", plan.train.metrics)
+    transform_(building)
+    run = assemble(building, data, targets, start, device, events, stop, heartbeat)
     if plan.data.pairs:
         add_references_(run)
     elif plan.model.distill is not None:
         ask_teacher_(run)
     seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
-    if copied is not None:
-        memory_state.restore(run, copied)
-    elif resumed is not None:
-        checkpoint.restore(run, resumed)
-    if copies is not None:
-        copies.begin(copied, run.step)
-        copies.beside = BesideGradients(device) if device.type == "cuda" else None
-    if tiers is None and optimizer.begins_with_zeros:
-        optimizer.prepare_state_()
+    start.restore_(run)
+    if run.tiers is None and run.optimizer.begins_with_zeros:
+        run.optimizer.prepare_state_()
     configure_malloc_for_steps()
     return run
 
 
-def shard_and_fill_(
-    model: nn.Module,
-    plan: RunPlan,
-    rundir: RunDir,
-    groups: list[tuple[str, list[nn.Module]]],
-    parts: TensorParts,
-    stage: Stage,
-    *,
-    given: Set[str] = frozenset(),
-) -> tuple[ShardedModel, Tiers | None, bool]:
-    """Shard the model's groups, and give their parameters storage and values in their tiers.
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """The state from which a run goes on: a copy in memory, a checkpoint, or none."""
 
-    Parameters and buffers whose names are in `given` may be left without values.
-    Also returns whether `engine.waiting` counts all that a rank waits for others in a step.
-    """
-    mesh = make_mesh(plan.plugin, plan.cluster.device, parts, stage)
-    tiers = None
-    if plan.plugin.budget is not None:
-        sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
-        tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
-    offloads = tiers.policy.offloads if tiers else lambda index: False
-    sharded = shard_(model, plan, mesh, groups, offloads=offloads, parts=parts, stage=stage)
-    stage.install_(model)
-    transport = install(sharded)
-    alone = plan.plugin.dp_shard == 1
-    shared_params = share_parameters(sharded) if transport is not None or alone else None
-    if tiers is not None:
-        tiers.attach(sharded, shared_params)
-    allocate_parameters_(sharded, plan, shared_params, tiers, given)
-    check_filled_alike(model)
-    is_cpu = plan.cluster.device == "cpu"
-    if is_cpu and transport is None and mesh.size() > 1:
-        count_waits_(sharded)
-    return sharded, tiers, is_cpu
+    copies: MemoryCopies | None
+    copied: Copied | WholeCopy | None
+    resumed: Path | None
+
+    @staticmethod
+    def choose(plan: RunPlan, rundir: RunDir, events: EventWriter) -> StartingPoint:
+        """Choose the newest state that every rank can read. All ranks must call."""
+        copies = MemoryCopies.open(plan, events)
+        copied = copies.choose() if copies is not None else None
+        step = copied.step if copied else 0
+        resumed = choose_checkpoint(plan, rundir, events, unless_before=step)
+        return StartingPoint(copies, copied if resumed is None else None, resumed)
+
+    @property
+    def step(self) -> int:
+        return self.copied.step if self.copied else checkpoint.step_of(self.resumed)
+
+    def restore_(self, run: Run) -> None:
+        """Read the state into `run`, and begin to copy it. All ranks must call."""
+        if self.copied is not None:
+            memory_state.restore(run, self.copied)
+        elif self.resumed is not None:
+            checkpoint.restore(run, self.resumed)
+        if self.copies is not None:
+            self.copies.begin(self.copied, run.step)
+            is_gpu = run.device.type == "cuda"
+            self.copies.beside = BesideGradients(run.device) if is_gpu else None
 
 
-def allocate_parameters_(
-    sharded: ShardedModel,
-    plan: RunPlan,
-    shared_params: SharedParameters | None,
-    tiers: Tiers | None,
-    given: Set[str],
-) -> None:
-    """Give the parameters storage in their tiers, and values. All ranks must call."""
-
-    def allocate(fresh: bool) -> None:
-        if shared_params is not None:
-            shared_params.allocate(fresh)
-        if tiers is not None:
-            tiers.move_parameters(fresh)
-        if shared_params is not None:
-            shared_params.populate()
-
-    release = tiers.release if tiers is not None else lambda tensor: None
-    device, seed = plan.cluster.device, plan.train.seed
-    uses_disk = tiers is not None and tiers.placement.uses_disk
-    has_room = device != "cpu" and not uses_disk  # the host holds less than it will later
-    materialise_(
-        sharded,
-        device=device,
-        seed=seed,
-        allocate=allocate,
-        release=release,
-        given=given,
-        ahead_bytes=AHEAD_BYTES * plan.cluster.threads_per_rank if has_room else 0,
-    )
-
-
-def agree_on_groups(
-    model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
-) -> list[tuple[str, list[nn.Module]]]:
-    """Return the groups that rank 0 finds with its micro-batch `trial`.
-
-    The other ranks do not search: a user's forward may behave differently there.
-    """
-    found: Any = None
+def build_alike(
+    plan: RunPlan, data: tuple[BatchLoader, BatchLoader | None], events: EventWriter
+) -> nn.Module:
+    """Build the model, the same on every rank, and say what is read otherwise than written."""
+    train_data, validation_data = data
+    model = build(plan.model, seed=plan.train.seed)
+    attach_(model, plan.model)
     if dist.get_rank() == 0:
-        if plan.plugin.chunk_bytes is not None and not HAS_SEVERAL_MODULES:
-            events.write(Note(text=UNPACKED))
-        groups = find_groups(
-            model,
-            chunk_bytes=plan.plugin.chunk_bytes,
-            batch=trial,
-            kind=lambda name: stays_gathered(name, plan.plugin),
-            split=plan.plugin.split_blocks,
-            tell=(lambda text: events.write(Note(text=text))) if is_gathered(plan) else None,
-        )
-        names = {id(module): name for name, module in model.named_modules()}
-        inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]
-        found = inside, [n for n, m in model.named_modules() if hasattr(m, CHANGES_INPUTS)]
-    inside, changing = exchange.broadcast(found)
-    for name in changing:
-        setattr(model.get_submodule(name), CHANGES_INPUTS, True)
-    groups = [(name, [model.get_submodule(m) for m in members]) for name, members in inside]
-    check_dtypes(model, groups, plan.model, plan.freeze)
-    return groups
+        size, evaluates = plan.batch.global_batch, bool(plan.train.eval_steps)
+        told = [COMPILED] if hasattr(model, WAS_COMPILED) else []
+        told += notes_of(train_data.samples, plan.data, global_batch=size, evaluates=evaluates)
+        for text in told:
+            events.write(Note(text=text))
+    loaders = {"train": train_data, "validation": validation_data}
+    check_alike(model, loaders, seed=plan.train.seed)
+    return model
 
 
-def agree_on_stage_(model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None) -> Stage:
-    """Leave this rank's stage of the model, whose blocks rank 0 finds with its micro-batch."""
-    mesh = plan.mesh
-    if mesh.pp == 1:
-        return Stage()
-    found = None if trial is None else to_plain(find_sequence(model, trial))
-    sequence = from_plain(BlockSequence, exchange.broadcast(found))
-    if sequence.against or sum(mesh.pp_split) != len(sequence.blocks):
-        problem = sequence.against or f"it has {len(sequence.blocks)} blocks, not {mesh.pp_split}"
-        raise ColotrainError(f"mesh.pp={mesh.pp}: {plan.model.value}: {problem}", "set mesh.pp=1")
-    index = dist.get_rank() // (dist.get_world_size() // mesh.pp)
-    dtype = cast_dtype(plan.train.precision)
-    return keep_stage_(
-        model, sequence, mesh.pp_split, index, chunks=mesh.pp_chunks, compute_dtype=dtype
+def assemble(
+    building: Build,
+    data: tuple[BatchLoader, BatchLoader | None],
+    targets: tuple[float, dict[str, Tensor]],
+    start: StartingPoint,
+    device: torch.device,
+    events: EventWriter,
+    stop: Callable[[], str | None],
+    heartbeat: HeartbeatWriter | None,
+) -> Run:
+    """Return the run of a model that is built, with its optimizer."""
+    plan, sharded, samples = building.plan, building.sharded, data[0].samples
+    optimizer = ShardOptimizer(
+        plan.optim,
+        max_steps=plan.train.max_steps,
+        tiers=building.tiers,
+        undecayed=building.undecayed,
     )
+    optimizer.add(sharded.trained())
+    run = Run(
+        plan=plan,
+        rundir=building.rundir,
+        rank=dist.get_rank(),
+        device=device,
+        sharded=sharded,
+        optimizer=optimizer,
+        tiers=building.tiers,
+        waits_counted=building.waits_counted,
+        gradients=gradients.watch(sharded, frozen=building.frozen.reasons),
+        nominal_targets=targets[0],
+        trial=targets[1],
+        train_data=data[0],
+        validation_data=data[1],
+        events=events,
+        loss_scale=LossScale.for_precision(plan.train.precision),
+        stop_requested=stop,
+        saver=Saver.make(plan, building.rundir, events),
+        sources=sources_of(plan, num_samples=len(samples)) if dist.get_rank() == 0 else {},
+        copies=start.copies,
+        heartbeat=heartbeat or HeartbeatWriter(),
+    )
+    run.saver.beat = lambda: run.at(run.phase)
+    if isinstance(samples, StreamSamples):
+        samples.beat = run.saver.beat
+    if plan.train.on_gradients:
+        run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
+    if plan.train.metrics:
+        run.metrics = import_target("train.metrics", plan.train.metrics)
+    return run
 
 
 def announce(run: Run, attempt: int) -> None:

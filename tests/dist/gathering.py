@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from colotrain.engine import worker as engine_worker
+from colotrain.engine.build import transforms
 from colotrain.verify import worker
 
 
 def main(path: str) -> int:
-    engine_worker.share_parameters = lambda sharded: None
+    transforms.share_parameters = lambda sharded: None
     return worker.main(path)

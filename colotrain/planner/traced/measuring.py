@@ -24,20 +24,17 @@ import torch.distributed as dist
 
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
-from colotrain.engine.blocks import prepare_blocks_
+from colotrain.engine.build.transforms import Build, transform_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import dtype_of
 from colotrain.engine.probes import matmul_peak_flops
 from colotrain.engine.process import loopback_store
-from colotrain.engine.sharding.grouping import find_groups
-from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
-from colotrain.engine.shm.shared_parameters import share_parameters
-from colotrain.engine.shm.transport import install
 from colotrain.models.loading import build
 from colotrain.planner.hardware import Costs
 from colotrain.planner.rates import Measurement
 from colotrain.records import from_plain, to_plain
+from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
 TIMEOUT_S = 120.0
@@ -143,14 +140,11 @@ class Timed:
         shape = (plan.batch.micro_batch, plan.data.seq_len)
         tokens = torch.randint(0, int(plan.model.args["vocab_size"]), shape)
         self.batch = {"input_ids": tokens, "labels": tokens}
-        chunk_bytes = plan.plugin.chunk_bytes
-        groups = find_groups(model, chunk_bytes=chunk_bytes, batch=self.batch)
-        prepare_blocks_(model, plan.train)
-        self.sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
-        install(self.sharded)
-        shared_params = share_parameters(self.sharded)
-        allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
-        materialise_(self.sharded, device="cpu", seed=0, allocate=allocate)
+        building = Build(
+            plan=plan, rundir=RunDir("."), model=model, trial=self.batch, tell=lambda text: None
+        )
+        transform_(building)
+        self.sharded = building.sharded
         self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
         self.optimizer.add(dict(model.named_parameters()))
         self.state = gradients.watch(self.sharded, frozen={})

@@ -2,7 +2,7 @@
 
 import torch
 
-from colotrain.engine import worker as training
+from colotrain.engine.build import transforms as training
 from colotrain.verify import worker
 
 materialise_ = training.materialise_

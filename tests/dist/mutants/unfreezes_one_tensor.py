@@ -1,6 +1,6 @@
 """One tensor of the freeze set trains."""
 
-from colotrain.engine import worker as engine
+from colotrain.engine.build import transforms as engine
 from colotrain.verify import worker
 
 freeze = engine.freeze_

@@ -1,0 +1,1 @@
+"""What is done to a model before it trains: an ordered list of transforms."""
