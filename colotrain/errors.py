@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,18 @@ from colotrain.spec import exit_codes
 MOST_PRINTED, MOST_OF_ERROR, MOST_WRITTEN = 4_000, 2_000, 20_000
 """Characters of a printed line, of one exception's message, and of a text in a run's events."""
 MOST_PROBLEMS = 50
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""The system lacks open files or memory for a moment: nothing is wrong with the file."""
+MACHINE_FIXES = {
+    errno.EMFILE: "allow more open files (`ulimit -n 4096`)",
+    errno.ENFILE: "allow more open files (the sysctl fs.file-max)",
+    errno.ENOMEM: "free memory",
+    errno.EIO: "look at the disk, which fails (`dmesg`)",
+    **dict.fromkeys(FULL, "make room"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "get access to it"),
+}
+"""What helps by the number of a system's error that says nothing about what a file holds."""
 
 
 def shortened(text: str, most: int = MOST_PRINTED) -> str:
@@ -43,6 +57,19 @@ def message_of(error: BaseException) -> str:
         return shortened(str(error), MOST_OF_ERROR)
     except Exception as another:
         return f"its message cannot be shown: {type(another).__name__}"
+
+
+def fix_of(error: BaseException, otherwise: str) -> str:
+    """Return what helps where the machine is to blame for `error`, not the file; or `otherwise`.
+
+    Libraries run out of memory also where a damaged file asks for endless memory. Those in Rust
+    name the system's error in their text alone.
+    """
+    if isinstance(error, MemoryError):
+        return f"free memory; if there is enough, {otherwise}"
+    named = re.search(r"\(os error (\d+)\)", message_of(error))
+    number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
+    return MACHINE_FIXES.get(number or 0, otherwise)
 
 
 class ColotrainError(Exception):

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colotrain.errors import ColotrainError, UsageError, suggest
+from colotrain.errors import ColotrainError, UsageError, fix_of, suggest
 from colotrain.spec.plan import RunPlan
 
 RUNS = Path("runs")
@@ -233,7 +233,7 @@ class RunDir:
         try:
             text = read_text(self.plan_file)
         except (OSError, UnicodeDecodeError) as error:
-            fix = "give a run directory that has a plan.json"
+            fix = fix_of(error, "give a run directory that has a plan.json")
             raise ColotrainError(f"{self.plan_file}: cannot be read ({error})", fix) from error
         return RunPlan.from_json(text)
 

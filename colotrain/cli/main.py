@@ -27,7 +27,7 @@ from colotrain.cli.arguments import (
     refuse,
     written_to,
 )
-from colotrain.errors import ColotrainError, UsageError, one_line
+from colotrain.errors import FULL, NO_RESOURCES, ColotrainError, UsageError, fix_of, one_line
 from colotrain.show.symbols import TO_ASCII
 from colotrain.spec.exit_codes import INTERRUPTED
 
@@ -38,7 +38,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-FULL = (errno.ENOSPC, errno.EDQUOT)
 ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's own class, found without its module, which differs between versions of typer."""
 
@@ -388,11 +387,12 @@ def guarded(arguments: list[str]) -> int:
         sys.stderr.write(one_line(f"error: {explain(error, arguments)}") + "\n")
         return UsageError.exit_code
     except OSError as error:  # from a file that the user named, or the working directory
-        if error.filename is None and error.errno not in FULL:
+        of_machine = error.errno in (*FULL, *NO_RESOURCES, errno.EIO)
+        if error.filename is None and not of_machine:
             raise
-        name, why = " ".join(str(error.filename or "a disk").split()), error.strerror
-        fix = "make room" if error.errno in FULL else "correct the path, or get access to it"
-        sys.stderr.write(one_line(f"error: {name}: {why}; {fix}") + "\n")
-        return ColotrainError.exit_code if error.errno in FULL else UsageError.exit_code
+        name = " ".join(str(error.filename or "this machine").split())
+        fix = fix_of(error, "correct the path, or get access to it")
+        sys.stderr.write(one_line(f"error: {name}: {error.strerror}; {fix}") + "\n")
+        return ColotrainError.exit_code if of_machine else UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.errors import ColotrainError, UsageError
+from colotrain.errors import ColotrainError, UsageError, fix_of
 from colotrain.events.fold import Fold
 from colotrain.events.kinds import Note, Traced
 from colotrain.events.liveness import find, is_waiting, state
@@ -136,4 +136,5 @@ def _read(path: Path) -> Breakdown:
         trace: dict[str, Any] = read_trace(path)
         return break_down(trace)
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ColotrainError(f"{path}: cannot be read ({error})", "take another trace") from error
+        fix = fix_of(error, "take another trace")
+        raise ColotrainError(f"{path}: cannot be read ({error})", fix) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.config.schema import Adapter
-from colotrain.errors import ConfigError, Problem
+from colotrain.errors import ConfigError, Problem, fix_of
 from colotrain.rundir import read_json
 from colotrain.spec.plan import AdapterPlan
 
@@ -154,7 +154,8 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
         int(found["r"]), float(found["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         expected = f"a directory in PEFT's format ({name}: {error})"
-        raise ConfigError([_wrong("path", folder, expected, "correct the path")]) from error
+        fix = fix_of(error, "correct the path")
+        raise ConfigError([_wrong("path", folder, expected, fix)]) from error
     return dict(found)
 
 
@@ -167,7 +168,8 @@ def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         return {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
     except (*(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),) as error:
         expected = f"a safetensors file ({path.name}: {error})"
-        raise ConfigError([_wrong("path", path.parent, expected, "copy it again")]) from error
+        fix = fix_of(error, "copy it again")
+        raise ConfigError([_wrong("path", path.parent, expected, fix)]) from error
 
 
 def _wrong(key: str, value: Any, expected: str, fix: str) -> Problem:

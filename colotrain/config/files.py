@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from colotrain.errors import Problem
+from colotrain.errors import Problem, fix_of
 
 MOST_CHARACTERS, MOST_VALUES = 1 << 20, 100_000
 _PACKAGE = re.compile(r"\A(?:\s*#[^\n]*\n)*?\s*#\s*@package\s+(\S+)")
@@ -55,14 +55,15 @@ def check_yaml(text: str) -> None:
         import yaml
 
         for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
-            if document is not None and _num_values(document, {}) > MOST_VALUES:
+            counts = dict[int, int]()
+            if document is not None and _num_values(document, counts) - len(counts) > MOST_VALUES:
                 raise ValueError(f"its aliases stand for more than {MOST_VALUES:,} values")
 
 
 def _num_values(node: Any, known: dict[int, int]) -> int:
     """Count the values in a node of YAML's tree, with those that aliases in it stand for."""
     if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # what holds itself has no end
+        known[id(node)] = 1 << 64  # what holds itself has no end
         parts = node.value if isinstance(node.value, list) else []
         inner = [part for one in parts for part in (one if isinstance(one, tuple) else (one,))]
         known[id(node)] = 1 + sum(_num_values(part, known) for part in inner)
@@ -73,7 +74,7 @@ def _unreadable(shown: str, error: Exception) -> Problem:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         expected = f"a YAML file of settings ({first_line(error)})"
-        return Problem(key=shown, expected=expected, fix="correct the file")
+        return Problem(key=shown, expected=expected, fix=fix_of(error, "correct the file"))
     reason = getattr(error, "problem", None) or getattr(error, "context", None)
     expected = f"valid YAML ({reason})"
     return Problem(key=f"{shown}:{mark.line + 1}", expected=expected, fix="correct that line")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, fix_of
 from colotrain.rundir import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -97,4 +97,4 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         return {name: Path(file).name for name, file in named.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{index}: not an index of safetensors files ({error})"
-        raise ColotrainError(problem, "copy the file again") from error
+        raise ColotrainError(problem, fix_of(error, "copy the file again")) from error

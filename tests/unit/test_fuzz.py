@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,17 @@ def test_a_damaged_manifest_is_never_taken_for_another(tmp_path: Path) -> None:
         found = answers(read_manifest, path)
         assert found in (None, before)
         assert (damage(path) is None) == (found is not None)
+
+
+def test_a_checkpoint_is_not_damaged_where_no_file_can_be_opened(tmp_path: Path) -> None:
+    path, _ = checkpoint(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            damage(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_forged_manifest(tmp_path: Path) -> None:

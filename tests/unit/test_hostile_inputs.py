@@ -8,25 +8,30 @@ import random
 import resource
 import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from test_hostile_runs import bounds
+from tokenizers import Tokenizer, models
 
 from colotrain.cli.main import guarded
 from colotrain.config import files
 from colotrain.config.files import read_file
-from colotrain.data.prepare import records, templates
+from colotrain.data.prepare import records, templates, vocabulary
 from colotrain.data.prepare.conversations import Renderer
 from colotrain.data.prepare.megatron_index import document_ends
 from colotrain.data.prepare.records import BadRecord
 from colotrain.data.prepare.sources import find_sources
 from colotrain.data.prepare.tokens import prepare
 from colotrain.data.prepare.vocabulary import check_tokenizer
-from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.errors import ColotrainError, ConfigError, Problem, fix_of
+from colotrain.models.stored import StoredTensors
 from colotrain.spec.plan import DataPlan, ModelPlan
 from tests.dist import hf
 from tests.formats import random_texts, write_dataset, write_megatron, write_parquet
@@ -108,7 +113,9 @@ def test_a_value_of_json_without_an_end_is_refused(tmp_path: Path) -> None:
     with path.open("w") as file:
         file.write('[{"text": "a"}, {"text": "')
         file.write("x" * (130 << 20))
-    assert "record 2: expected values of at most 64 MiB" in refused(path)
+    line = refused(path)
+    assert "record 2: expected values of at most 64 MiB" in line
+    assert "write a record a line (JSONL)" in line
 
 
 @pytest.mark.parametrize(
@@ -166,6 +173,73 @@ def test_damaged_columns_are_an_error_or_rows(
                 read_all(place)
             except ColotrainError as error:
                 assert len(error.lines()) == 1  # noqa: PT017
+
+
+def write_rows(path: Path) -> None:
+    write_parquet(path, [{"text": "a"}])
+
+
+def write_whole_tokenizer(path: Path) -> None:
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(path))
+
+
+def read_yaml(path: Path) -> None:
+    problems: list[Problem] = []
+    read_file(path, problems)
+    if problems:
+        raise ConfigError(problems)
+
+
+READERS = {
+    "rows.parquet": (write_rows, read_all),
+    "tokenizer.json": (write_whole_tokenizer, vocabulary.load),
+    "settings.yaml": (lambda path: path.write_text("a: 1\n"), read_yaml),
+    "model.safetensors": (
+        lambda path: save_file({"a": torch.zeros(1)}, path),
+        lambda path: StoredTensors([path]),
+    ),
+}
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Context in which this process may open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_machine_out_of_open_files_does_not_make_a_file_damaged(
+    tmp_path: Path, name: str
+) -> None:
+    write, read = READERS[name]
+    path = tmp_path / name
+    write(path)
+    read(path)
+    vocabulary._load_version.cache_clear()
+    with no_more_files(), pytest.raises((ColotrainError, OSError)) as caught:
+        read(path)
+    said = f"{caught.value}; {fix_of(caught.value, 'none')}"
+    assert "Too many open files" in said
+    assert "ulimit -n" in said
+    assert not any(word in said for word in ("again", "damaged", "correct", "saved by"))
+
+
+def test_no_memory_is_told_apart_from_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.parquet"
+    write_rows(path)
+
+    def without_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("malloc of size 4096 failed")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", without_memory)
+    assert "(malloc of size 4096 failed); free memory" in refused(path)
 
 
 # Chat templates
@@ -316,6 +390,18 @@ def test_another_tools_file_that_stands_for_billions_of_values(tmp_path: Path, n
     path.write_text(BOMBS[name])
     with bounds():
         assert guarded(["import-config", str(path)]) == 2
+
+
+def test_text_is_not_taken_for_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_VALUES", 50)
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"a: x & y * z  # &b *b\nc: &c [{', '.join(['1'] * 40)}]\nd: {[*range(60)]}\n")
+    problems: list[Problem] = []
+    assert len(read_file(path, problems).settings.d) == 60
+    assert not problems
+    path.write_text(f"{path.read_text()}e: [*c, *c]\n")
+    read_file(path, problems)
+    assert "its aliases stand for more than 50 values" in str(problems)
 
 
 def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from colotrain.data.prepare import corpora
 from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.packed_files import PACKINGS, open_unpacked
+from colotrain.errors import fix_of
 from colotrain.rundir import read_json
 
 RECORD_FORMATS = ("jsonl", "json", "csv", "parquet", "arrow")
@@ -147,7 +148,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
-        fix = "save the dataset again"
+        fix = fix_of(error, "save the dataset again")
         raise corpora.wrong_path(str(path), f"JSON ({error})", fix) from error
     return found if isinstance(found, dict) else {}
 

@@ -125,7 +125,8 @@ class JsonDocument:
                     text, self._at = self._text[self._at : end], end
                     return text
             if len(self._text) - self._at > MOST_FIELD_BYTES:
-                raise self._error(f"values of at most {MOST_FIELD_BYTES >> 20} MiB")
+                fix = "write a record a line (JSONL), or divide the record"
+                raise self._error(f"values of at most {MOST_FIELD_BYTES >> 20} MiB", fix)
             self._read(size)
             size *= 2
 

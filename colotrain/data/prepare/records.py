@@ -15,11 +15,11 @@ from typing import Any
 from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.packed_files import import_pyarrow, open_unpacked
 from colotrain.data.prepare.parsed_files import BLOCK_BYTES, Pieces, json_pieces, table_pieces
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, fix_of
 
 BLOCK_ROWS = 1024
-DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
-"""What pyarrow raises of damaged files beside its own exceptions."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
+"""What pyarrow raises of files that it cannot read beside its own exceptions."""
 UNREAD = b"unread"
 """Key of a batch's metadata with the names of columns that are not read: their values are `...`."""
 
@@ -67,7 +67,7 @@ def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
 def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
     """Each record of a block with its number, or a `BadRecord` where it cannot be parsed."""
     if block.kind == "arrow":
-        with _damage_told(f"{block.file}: its rows are damaged"):
+        with _errors_told(f"{block.file}: its rows cannot be read"):
             yield from zip(block.numbers, _from_arrow(block.payload), strict=True)
     elif block.kind == "table":
         header, *rows = json.loads(block.payload)
@@ -114,7 +114,7 @@ def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
     pa = import_pyarrow()
     number, size = 1, path.stat().st_size
     source = _parquet_batches if kind == "parquet" else _arrow_batches
-    with _damage_told(f"{path}: cannot be read as {kind}"):
+    with _errors_told(f"{path}: cannot be read as {kind}"):
         for batch, share in source(path, columns):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -125,13 +125,13 @@ def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
 
 
 @contextmanager
-def _damage_told(problem: str) -> Iterator[None]:
-    """Raise `ColotrainError` for what pyarrow raises of damaged files."""
+def _errors_told(problem: str) -> Iterator[None]:
+    """Raise `ColotrainError` for what pyarrow raises of files that are damaged or out of reach."""
     try:
         yield
-    except (import_pyarrow().ArrowException, *DAMAGED) as error:
+    except (import_pyarrow().ArrowException, *UNREADABLE) as error:
         problem = f"{problem} ({' '.join(str(error).split())})"
-        raise ColotrainError(problem, "copy it again, or set data.format") from error
+        raise ColotrainError(problem, fix_of(error, "copy it again, or set data.format")) from error
 
 
 def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, float]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, fix_of
 from colotrain.rundir import read_json, read_text
 
 if TYPE_CHECKING:
@@ -305,7 +305,8 @@ def load(path: Path) -> Tokenizer:
         return _load_version(path, stat.st_size, stat.st_mtime_ns)
     except Exception as error:  # the library raises bare Exceptions
         problem = f"{path} is not a tokenizer.json that can be read ({error})"
-        raise ColotrainError(problem, "give a file saved by the tokenizers library") from error
+        fix = fix_of(error, "give a file saved by the tokenizers library")
+        raise ColotrainError(problem, fix) from error
 
 
 @lru_cache(maxsize=4)

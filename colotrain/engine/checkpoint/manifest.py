@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.errors import NO_RESOURCES, ColotrainError, ConfigError, Problem
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir, read_json, write_atomically
 from colotrain.spec.plan import RunPlan, TrainPlan
@@ -114,6 +114,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"its schema is {plain.get('schema')!r}, not {SCHEMA}")
         manifest = from_plain(Manifest, plain)
     except (OSError, ValueError, RecursionError, ConfigError) as error:
+        if isinstance(error, OSError) and error.errno in NO_RESOURCES:
+            raise
         raise ColotrainError(f"{path}: {error}", "use another checkpoint") from error
     named = re.fullmatch(r"step-(\d+)", folder.name)
     if named and int(named[1]) != manifest.step:
@@ -132,6 +134,8 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, read_all: bool = True
     except ColotrainError as error:
         return error.problem
     except OSError as error:
+        if error.errno in NO_RESOURCES:  # the checkpoint may be whole: no older one takes its place
+            raise
         return f"{folder}: {error}"
 
 
