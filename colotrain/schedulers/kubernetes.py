@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from subprocess import CompletedProcess
 from typing import Any, Literal
 
 from colotrain.errors import ColotrainError, Problem, UsageError
@@ -277,7 +278,7 @@ def test(script: str, settings: Kubernetes) -> str:
     """Return what the API says about the manifest without keeping it."""
     words = [*_kubectl(settings), "apply", "--dry-run=server", "-f", "-"]
     done = commands.run(words, label=LABEL, text=script, timeout_s=commands.SUBMIT_S)
-    fix = "`kubectl auth can-i create jobs` says what you may do"
+    fix = _fix_of(done, "`kubectl auth can-i create jobs` says what you may do")
     return commands.checked(done, what=f"{LABEL} refuses the job", fix=fix).strip()
 
 
@@ -285,33 +286,47 @@ def submit(script_file: str, settings: Kubernetes) -> str:
     """Apply the manifest, in place of an earlier job of the same run; return the job's name."""
     plan, text = elsewhere.read_job(script_file)
     name = str(plan["metadata"]["name"])
-    _delete(name, settings)
+    _delete_job(name, settings)
     words = [*_kubectl(settings), "apply", "-f", "-"]
     done = commands.run(words, label=LABEL, text=text, timeout_s=commands.SUBMIT_S)
-    fix = f"its manifest is {script_file}"
+    fix = _fix_of(done, f"its manifest is {script_file}")
     commands.checked(done, what=f"{LABEL} refuses the job", fix=fix)
     return name
 
 
 def cancel(job: Submitted) -> None:
-    """End the job's pods, which save first, and take its objects away."""
-    _delete(job.job, job.section(Kubernetes))
-
-
-def _delete(name: str, settings: Kubernetes) -> None:
-    """Delete the objects of `render`, by their kinds and their one name."""
-    kinds = ["configmap", "service", "job.batch"]
-    if settings.kind == "trainjob":
-        kinds = ["configmap", "trainjob.trainer.kubeflow.org"]
+    """End the job's pods, which save first, and take its other objects away after them."""
+    settings = job.section(Kubernetes)
+    _delete_job(job.job, settings)
+    kinds = ["configmap", "service"] if settings.kind == "job" else ["configmap"]
     if settings.network_policy:
-        kinds.insert(1, "networkpolicy.networking.k8s.io")
+        kinds.append("networkpolicy.networking.k8s.io")
+    _delete(job.job, settings, *kinds)
+
+
+def _delete_job(name: str, settings: Kubernetes) -> None:
+    """Delete the Job or TrainJob, and wait until its pods have saved and are gone."""
+    kinds = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
+    _delete(name, settings, kinds[settings.kind])
+
+
+def _delete(name: str, settings: Kubernetes, *kinds: str) -> None:
+    """Delete objects of `render`, by their kinds and their one name."""
     bound_s = settings.grace_s + commands.ASK_S
     how = ["--ignore-not-found", "--cascade=foreground", f"--timeout={bound_s:.0f}s"]
     words = [*_kubectl(settings), "delete", *how, "--", *(f"{kind}/{name}" for kind in kinds)]
     done = commands.run(words, label=LABEL, timeout_s=bound_s + commands.ASK_S)
     if done.returncode:
-        fix = "`kubectl get pods` shows what is left"
+        fix = _fix_of(done, "`kubectl get pods` shows what is left")
         raise ColotrainError(f"{LABEL}: {commands.said(done)}", fix)
+
+
+def _fix_of(done: CompletedProcess[str], otherwise: str) -> str:
+    """Return what helps an account that has no right on NetworkPolicies; or `otherwise`."""
+    if "networkpolicies" not in done.stderr or "orbidden" not in done.stderr:
+        return otherwise
+    key = "cluster.kubernetes.network_policy=false"
+    return f"ask for the right on networkpolicies, or set {key}: other pods then reach its ports"
 
 
 def ask(jobs: Sequence[Submitted]) -> Answers:

@@ -257,6 +257,12 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def is_running(name: str) -> None:
+    labels = {"app.kubernetes.io/instance": name}
+    job = {"kind": "Job", "metadata": {"labels": labels}, "status": {"active": 1, "ready": 1}}
+    Path("state.json").write_text(json.dumps({"items": [job]}))
+
+
 def test_a_job_of_kubernetes_is_submitted_listed_shown_and_ended(
     kubectl: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,11 +273,10 @@ def test_a_job_of_kubernetes_is_submitted_listed_shown_and_ended(
     name = next(yaml.safe_load_all(applied))["metadata"]["name"]
     assert document["job"] == name
     plan = next(yaml.safe_load_all(applied))["data"]["plan.json"]
+    assert json.loads(plan)["cluster"]["threads_set_by"] == ""  # pods have another environment
     assert json.loads(plan) == json.loads(RunDir("runs/far").plan_file.read_text())
 
-    labels = {"app.kubernetes.io/instance": name}
-    job = {"kind": "Job", "metadata": {"labels": labels}, "status": {"active": 1, "ready": 1}}
-    Path("state.json").write_text(json.dumps({"items": [job]}))
+    is_running(name)
     assert guarded(["runs", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["state"], row["job"], row["job_state"]) == ("running", name, "RUNNING")
@@ -283,12 +288,40 @@ def test_a_job_of_kubernetes_is_submitted_listed_shown_and_ended(
     RunDir("runs/far").job_script("yaml").write_text("kind: Namespace\nmetadata: {name: all}\n")
     assert guarded(["stop", "far"]) == 0
     calls = (kubectl / "calls").read_text()
-    deleted = [line for line in calls.splitlines() if " delete " in f" {line}"][-1]
-    assert deleted.partition(" -- ")[2] == (
-        f"configmap/{name} networkpolicy.networking.k8s.io/{name} service/{name} job.batch/{name}"
-    )
+    verbs = [line.partition(" -- ")[2] or line for line in calls.splitlines()]
+    assert verbs[:3] == ["apply --dry-run=server -f -", f"job.batch/{name}", "apply -f -"]
+    assert verbs[-2:] == [
+        f"job.batch/{name}",
+        f"configmap/{name} service/{name} networkpolicy.networking.k8s.io/{name}",
+    ]
     assert "apply --dry-run=server" in calls
     assert f"app.kubernetes.io/instance={name}" in calls
+
+
+FORBIDDEN = """\
+echo 'configmap/far configured'
+echo 'Error from server (Forbidden): networkpolicies.networking.k8s.io "far" is forbidden: User \
+"me" cannot VERB resource "networkpolicies" in API group "networking.k8s.io"' >&2
+exit 1
+"""
+
+
+def test_an_account_without_rights_on_network_policies_is_told_what_to_set(
+    kubectl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = kubectl / "bin" / "kubectl"
+    allowed = command.read_text()
+    told = "cluster.kubernetes.network_policy=false"
+    command.write_text(f"{allowed.partition('echo')[0]}{FORBIDDEN}")
+    assert guarded(["submit", *TINY, "name=far"]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("runs").exists()
+    command.write_text(allowed)
+    assert guarded(["submit", *TINY, "name=far", "--json"]) == 0
+    is_running(json.loads(capsys.readouterr().out)["job"])
+    command.write_text(allowed.replace("*delete*) ;;", f"*delete*policy*) {FORBIDDEN};;"))
+    assert guarded(["stop", "far"]) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_a_path_that_no_volume_of_the_job_has_is_told(
