@@ -37,9 +37,10 @@ def check_open_files() -> None:
 def chosen_threads() -> tuple[int, str]:
     """Return the threads that the environment gives a process, and the variable; (0, "") without.
 
-    As torch reads them: the first number of a list, and what is no number is not read.
+    As torch reads them: MKL's before OpenMP's, of a list the first number. What is no number, for
+    which MKL takes 1 thread, is not read.
     """
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         first = os.environ.get(name, "").partition(",")[0].strip()
         if first.isdecimal() and 0 < int(first) <= MOST_THREADS:
             return int(first), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,16 @@ class Machine:
     def threads_of(self, ranks: int) -> int:
         """Return the threads of each of `ranks` ranks on this machine."""
         return self.threads or max(1, self.num_cores // ranks)
+
+    def warn_of_threads(self, ranks: int) -> Iterator[str]:
+        """Yield a warning if each of `ranks` ranks computes with other threads than its share."""
+        share = max(1, self.num_cores // ranks)
+        if self.threads and self.threads != share:
+            yield (
+                f"{self.threads_set_by}={self.threads}: each rank computes with as many threads; "
+                f"its share of the {self.num_cores} cores is {share}: "
+                f"`env -u {self.threads_set_by} colotrain …` takes it"
+            )
 
     def cores_used(self, ranks: int) -> int:
         """Return the cores on which `ranks` ranks compute."""

@@ -394,5 +394,6 @@ def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]
     if scale.device == "cpu" and procs > machine.num_cores:
         yield f"cluster.procs_per_node={procs}: ranks share {machine.num_cores} cores"
     named = settings.hardware.name is not None
+    yield from machine.warn_of_threads(procs)
     if scale.device == "cuda" and procs > machine.num_devices and not named:
         yield f"cluster.procs_per_node={procs}: this machine has {machine.num_devices} GPUs"

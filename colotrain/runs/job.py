@@ -59,6 +59,8 @@ def on_nodes(config: dict[str, Any], here: Machine) -> Job:
     the job does not get are an error.
     """
     scheduler = scheduler_or_default(config)
+    if not scheduler.passes_environment:
+        here = replace(here, threads=0, threads_set_by="")
     job = Job(config=config, scheduler=scheduler, machine=here)
     cluster = config.get("cluster")
     if not isinstance(cluster, dict) or not isinstance(cluster.get(scheduler.name), dict):

@@ -99,6 +99,8 @@ class Scheduler:
     nodes: Nodes | None = None
     is_elsewhere: bool = False
     """Whether its nodes do not see the folder from which a run is submitted."""
+    passes_environment: bool = False
+    """Whether its jobs have the environment in which they are submitted."""
     has_arrays: bool = False
     """Whether a job can be an array."""
 
@@ -132,6 +134,7 @@ SCHEDULERS = {
         ending="sbatch",
         commands=slurm_queue,
         nodes=slurm_queue,
+        passes_environment=True,
         has_arrays=True,
     ),
     "kubernetes": _elsewhere("kubernetes", kubernetes.Kubernetes, kubernetes),

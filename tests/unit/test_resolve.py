@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -226,8 +228,8 @@ def test_a_cpu_machine_gets_a_rank_per_core_up_to_eight() -> None:
     [
         ({}, (0, "")),
         ({"OMP_NUM_THREADS": "4"}, (4, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "7"}, (2, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "0", "MKL_NUM_THREADS": "7"}, (7, "MKL_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "7"}, (7, "MKL_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "2,1", "MKL_NUM_THREADS": "0"}, (2, "OMP_NUM_THREADS")),
         ({"OMP_NUM_THREADS": "many"}, (0, "")),
         ({"OMP_NUM_THREADS": "9" * 30}, (0, "")),
     ],
@@ -244,6 +246,23 @@ def test_threads_are_those_of_the_environment_or_a_share_of_the_cores(
     cluster = plan(machine=replace(LAPTOP, num_cores=32, **given)).cluster
     assert cluster.threads_per_rank == (threads[0] or 4)
     assert cluster.threads_set_by == threads[1]
+
+
+def test_threads_are_those_that_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    asked = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    assert host.chosen_threads()[0] == int(done.stdout)
+
+
+def test_threads_of_the_environment_that_are_not_the_share_are_told() -> None:
+    site = replace(LAPTOP, num_cores=32, threads=1, threads_set_by="OMP_NUM_THREADS")
+    (warning,) = plan(machine=site).warnings
+    assert "OMP_NUM_THREADS=1" in warning
+    assert "its share of the 32 cores is 4" in warning
+    assert "env -u OMP_NUM_THREADS colotrain" in warning
+    assert plan(machine=replace(site, threads=4)).warnings == ()
 
 
 def test_a_gpu_machine_gets_a_rank_per_gpu() -> None:
