@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,8 @@ class Run:
     saver: Saver
     sources: dict[str, str] = field(default_factory=dict)
     """Identities of the data and models that are read; on rank 0, which writes manifests."""
+    files_in_place: dict[Path, str] = field(default_factory=dict)
+    """Token files that are read where they are, with their versions; on rank 0."""
     copies: MemoryCopies | None = None
     """Copies of the state in the launcher's memory; None where there are none."""
     heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)

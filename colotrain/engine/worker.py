@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.data.prepare.identity import files_in_place
+from colotrain.data.prepare.tokens import prepare_all
 from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples, notes_of
 from colotrain.dotted import import_target
@@ -210,10 +212,12 @@ def assemble(
         undecayed=building.undecayed,
     )
     optimizer.add(sharded.trained())
+    rank = dist.get_rank()
+    shards = [] if rank or plan.data.source == "target" else prepare_all(plan.data)
     run = Run(
         plan=plan,
         rundir=building.rundir,
-        rank=dist.get_rank(),
+        rank=rank,
         device=device,
         sharded=sharded,
         optimizer=optimizer,
@@ -228,7 +232,8 @@ def assemble(
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
         saver=Saver.make(plan, building.rundir, events),
-        sources=sources_of(plan, num_samples=len(samples)) if dist.get_rank() == 0 else {},
+        sources={} if rank else sources_of(plan, shards, num_samples=len(samples)),
+        files_in_place=files_in_place(shards),
         copies=start.copies,
         heartbeat=heartbeat or HeartbeatWriter(),
     )

@@ -27,6 +27,10 @@ PEER_LOST_MESSAGES = (
 )
 """Messages of a rank that lost a peer of its process group."""
 
+CUT_FILE = (
+    " (a file that it had mapped could not be reached: data that somebody made shorter, a full "
+    "/dev/shm, or a disk that failed)"
+)
 ERRNO = "[Errno "
 """Prefix of disk and network errors, which may not happen again."""
 
@@ -47,6 +51,7 @@ def describe(
     if killed:
         rank, by, log = killed[0].rank, killed[0].killed_by, killed[0].log
         why = " (the kernel ended it for want of memory)" if killed[0].out_of_memory else ""
+        why = CUT_FILE if by == "SIGBUS" else why
         return f"rank {rank} was killed by {by}{why}; its log: {log}"
     failed = sorted(_failures(events), key=lambda failure: failure.t)
     own = [e for e in failed if not _is_peer_lost(e)]

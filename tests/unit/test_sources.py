@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colotrain.data.prepare.identity import identities
-from colotrain.engine.checkpoint.sources import sources_of, warnings_of
+from colotrain.data.prepare.identity import files_in_place, identity_of
+from colotrain.data.prepare.tokens import prepare_all
+from colotrain.engine.checkpoint import memory_state
+from colotrain.engine.checkpoint.manifest import Manifest
+from colotrain.engine.checkpoint.sources import sources_of, tell_changed_files, warnings_of
 from colotrain.spec.plan import DataPlan
 
 
@@ -47,7 +50,7 @@ def test_an_identity_is_that_of_the_content_wherever_it_is(
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content if not changed else content[:-2] + b"z ")
         os.utime(file, (5 + len(found), 5 + len(found)))
-        found.append(identities(plan_of(file)))
+        found.append(identity_of(prepare_all(plan_of(file))))
     assert found[0] == found[1] != found[2]
 
 
@@ -73,5 +76,57 @@ def test_a_stream_and_an_own_dataset_are_known_by_their_length_alone() -> None:
         data=SimpleNamespace(source="target", pairs=False),
         model=SimpleNamespace(distill=None, hf=None),
     )
-    assert sources_of(own, num_samples=12) == {"num_samples": "12"}
-    assert sources_of(own, num_samples=2**63 - 1) == {}
+    assert sources_of(own, [], num_samples=12) == {"num_samples": "12"}
+    assert sources_of(own, [], num_samples=2**63 - 1) == {}
+
+
+def test_data_that_change_before_a_restart_from_memory_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    for name in ("fill", "load"):
+        monkeypatch.setattr(memory_state, name, lambda *_: None)
+    monkeypatch.setattr(memory_state.dist, "barrier", lambda: None)
+    run: Any = SimpleNamespace(
+        rank=0,
+        step=4,
+        plan=plan_of(Path("text.txt")),
+        sources={"data": "now"},
+        events=SimpleNamespace(write=lambda event: told.append(getattr(event, "text", ""))),
+    )
+    for then in ("now", "before"):
+        copied: Any = SimpleNamespace(
+            manifest=manifest(step=4, sources={"data": then}), sizes=lambda: {}
+        )
+        memory_state.restore(run, copied)
+    same, (warning, *_) = told[:1], told[1:]
+    assert same == [""]
+    assert warning.startswith("warning: the copy in memory was made with data files of another")
+
+
+def manifest(**changes: Any) -> Manifest:
+    counts = ("optimizer_steps", "micro_batches", "clean_steps", "world_size", "global_batch")
+    fixed = {"plugin": "ddp", "loss_scale": None, "written_at": 0.0}
+    return Manifest(**(dict.fromkeys(counts, 0) | fixed | changes))
+
+
+def test_token_files_that_change_while_they_are_read_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    tokens, text, told = tmp_path / "tokens.bin", tmp_path / "text.txt", list[str]()
+    np.arange(97, 97 + 900, dtype="<u2").tofile(tokens)
+    text.write_text("a line of text\n" * 90)
+    files = files_in_place([s for f in (tokens, text) for s in prepare_all(plan_of(f))])
+    assert list(files) == [tokens]
+    events = SimpleNamespace(write=lambda event: told.append(event.text))
+    run: Any = SimpleNamespace(step=4, files_in_place=files, events=events)
+    tell_changed_files(run)
+    assert told == []
+    os.truncate(tokens, 200)
+    tell_changed_files(run)
+    tell_changed_files(run)
+    assert [str(tokens) in line and "step 4" in line for line in told] == [True]
+    tokens.unlink()
+    tell_changed_files(run)
+    assert len(told) == 2

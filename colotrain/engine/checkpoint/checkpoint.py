@@ -50,6 +50,7 @@ def save(run: Run) -> None:
     if run.plan.smoke and run.step == run.plan.train.max_steps:
         return
     run.at("checkpoint")
+    sources.tell_changed_files(run)
     # tensors on disk are not copied to memory but written before training continues
     background = run.tiers is None or not run.tiers.placement.streams
     run.saver.begin(pieces_of(run), manifest_of(run), background=background)
@@ -113,7 +114,7 @@ def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
         versions={} if progress_only else _versions(),
         left_out=spared,
         began_with=began_with(run) if spared and not progress_only else {},
-        sources={} if progress_only else run.sources,
+        sources=run.sources,
         written_at=time.time(),
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine import generators
-from colotrain.engine.checkpoint import plain_state
+from colotrain.engine.checkpoint import plain_state, sources
 from colotrain.engine.checkpoint.checkpoint import began_with, fill, manifest_of
 from colotrain.engine.checkpoint.dcp_json import load
 from colotrain.engine.checkpoint.memory_copy import Copied
@@ -28,7 +28,7 @@ from colotrain.engine.checkpoint.whole_copy import Place, WholeCopy
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.errors import ColotrainError
-from colotrain.events.kinds import Resumed
+from colotrain.events.kinds import Note, Resumed
 from colotrain.records import to_plain
 
 
@@ -115,6 +115,9 @@ def restore(run: Run, copied: Copied | WholeCopy) -> None:
         assert isinstance(copied, WholeCopy)
         load(as_parts(wanted, run.sharded.parts), copied.index)
 
+    if run.rank == 0:
+        for text in sources.warnings_of(run, copied.manifest, []):
+            run.events.write(Note(text=f"warning: the copy in memory {text}"))
     whole = replace(copied.manifest, plan=to_plain(run.plan))
     whole = replace(whole, began_with=began_with(run) if whole.left_out else {})
     how = load_own if isinstance(copied, Copied) else load_parts

@@ -6,23 +6,28 @@ A checkpoint tells their identities, so that a run which goes on with others say
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from colotrain.data.prepare.identity import identities
+from colotrain.data.prepare.identity import identity_of, versions_of
+from colotrain.data.prepare.prepared import Prepared
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.run_state import Run
+from colotrain.events.kinds import Note
 from colotrain.models import huggingface
 from colotrain.spec.plan import RunPlan
 
 DATA, SAMPLES, REFERENCE, TEACHER = "data", "num_samples", "reference", "teacher"
 
 
-def sources_of(plan: RunPlan, *, num_samples: int) -> dict[str, str]:
-    """Kind of source → its identity; `num_samples` are those of training."""
+def sources_of(plan: RunPlan, shards: Sequence[Prepared], *, num_samples: int) -> dict[str, str]:
+    """Kind of source → its identity; `num_samples` are those of training.
+
+    `shards` are those of the plan's files; there are none where data are the user's own.
+    """
     found: dict[str, str] = {}
-    if plan.data.source != "target":
-        found[DATA] = " ".join(identities(plan.data))
+    if shards:
+        found[DATA] = identity_of(shards)
     elif num_samples != sys.maxsize:  # a stream has no length
         found[SAMPLES] = str(num_samples)
     if plan.data.pairs and plan.model.hf is not None:
@@ -30,6 +35,19 @@ def sources_of(plan: RunPlan, *, num_samples: int) -> dict[str, str]:
     if plan.model.distill is not None:
         found[TEACHER] = huggingface.fingerprint(Path(plan.model.distill.teacher))
     return found
+
+
+def tell_changed_files(run: Run) -> None:
+    """Warn of token files that somebody has changed since this rank opened them.
+
+    They are read in place, step by step: the samples are no longer those of the steps before.
+    """
+    for path, version in versions_of(run.files_in_place).items():
+        if version != run.files_in_place[path]:
+            run.files_in_place[path] = version
+            what = f"warning: {path} has changed while the run reads it"
+            text = f"{what}: the samples after step {run.step} may be others than before"
+            run.events.write(Note(text=text))
 
 
 def warnings_of(run: Run, manifest: Manifest, settings: list[str]) -> Iterator[str]:
