@@ -53,12 +53,12 @@ class WorkerExit(EventKind):
     """Whether NCCL's watchdog aborted the rank because another rank never joined a collective."""
     gpu_errors: str | None = None
     """What the driver reported about the host's GPUs in the attempt, if anything."""
+    round: int = 0
+    """Number of the round in which it ran, which all nodes count alike."""
 
     @property
     def killed_by(self) -> str | None:
-        if self.exit_code >= 0:
-            return None
-        return signal.Signals(-self.exit_code).name
+        return None if self.exit_code >= 0 else signal.Signals(-self.exit_code).name
 
 
 @event_kind("note")

@@ -27,6 +27,8 @@ from colotrain.spec.schedulers import job_id
 
 SILENT_S = 120.0
 """Seconds without new events after which a run on another host is presumed dead."""
+AHEAD_S = 3600.0
+"""Seconds by which clocks that tell the time may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def claim(rundir: RunDir) -> contextlib.ExitStack:
         succeeds = bool(holder and holder.job and holder.job == mine.job)
         if succeeds and is_alive(rundir) is None:  # its node was lost
             holder = None
-        if holder is not None and holder != mine and _holds(rundir):
+        if holder is not None and holder != mine and _holds(rundir, now=time_there):
             fix = f"stop it with `colotrain stop {rundir.name}`"
             if is_alive(rundir) is None:
                 fix += f", or wait until it has been silent for {SILENT_S:.0f} s"
@@ -142,17 +144,39 @@ def _is_queued(rundir: RunDir) -> bool:
     return rundir.job_file.exists() and not over
 
 
-def _holds(rundir: RunDir) -> bool:
-    """Whether a launcher seems alive; on another host, whether the run has written recently."""
+def _holds(rundir: RunDir, *, now: Callable[[RunDir], float] = lambda _: time.time()) -> bool:
+    """Whether a launcher seems alive; on another host, whether the run has written recently.
+
+    `now` returns the Unix time to compare with.
+    """
     alive = is_alive(rundir)
-    return _silence_s(rundir) <= SILENT_S if alive is None else alive
+    return _silence_s(rundir, now(rundir)) <= SILENT_S if alive is None else alive
 
 
-def _silence_s(rundir: RunDir) -> float:
-    """Return the seconds since the run last wrote an event or was claimed."""
+def _silence_s(rundir: RunDir, now: float) -> float:
+    """Return the seconds since the run last wrote an event or was claimed.
+
+    A time far ahead is from before the clock was set back: whoever is alive writes again.
+    """
     files = [path for path, _, _ in event_files(rundir)] + [rundir.launcher_file]
     written = [when for path in files if (when := _modified_at(path)) is not None]
-    return time.time() - max(written, default=float("-inf"))
+    return now - max((when for when in written if when <= now + AHEAD_S), default=float("-inf"))
+
+
+def time_there(rundir: RunDir) -> float:
+    """Return the Unix time by the clock that gives the run's files theirs, such as a server's.
+
+    Writes a file. Where two machines' clocks differ, a run of the other one must not look dead.
+    """
+    probe = rundir.launcher_file.with_name("clock")
+    try:
+        rundir.write(probe, "")
+        return probe.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _modified_at(path: Path) -> float | None:

@@ -133,7 +133,7 @@ class Agent(LocalElasticAgent):
             grace_s = self.launch.plan.elastic.grace_s if orderly else LOST_GRACE_S
             reason = self.rendezvous.regroup()
             time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
-            remote = self.launch.remote_exits
+            remote = self.launch.exits_elsewhere()
             self.launch.begin_attempt(self.launch.cause() if remote else reason)
             if not orderly:
                 self._end_survivors()

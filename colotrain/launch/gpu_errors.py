@@ -45,9 +45,9 @@ NEEDS_RESET = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140})
 """Errors after which the GPU does not work again until it is reset, or its host is replaced."""
 
 
-def gpu_errors(since: float) -> str:
-    """Return this host's errors after Unix time `since`, in one line; empty if none is known."""
-    found = list(dict.fromkeys(xids(kernel_lines(since))))
+def gpu_errors(within_s: float) -> str:
+    """Return this host's errors of the last seconds, in one line; empty if none is known."""
+    found = list(dict.fromkeys(xids(kernel_lines(within_s))))
     told = [_described(gpu, number) for gpu, number in found[:MOST]]
     told += [f"{len(found) - MOST} more Xid errors"] if len(found) > MOST else []
     told += uncorrected()
@@ -70,13 +70,13 @@ def xids(lines: Iterable[str]) -> Iterator[tuple[str, int]]:
             yield found[1], int(found[2])
 
 
-def kernel_lines(since: float) -> list[str]:
-    """Return the kernel's messages after Unix time `since`, from its log or else the journal."""
-    began = time.time() - time.monotonic()  # the kernel counts from its start
+def kernel_lines(within_s: float) -> list[str]:
+    """Return the kernel's messages of the last seconds, from its log or else the journal."""
+    oldest = time.monotonic() - within_s - SLACK_S  # the kernel counts from its start, too
     try:
         log_file = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return _journal(since)
+        return _journal(time.time() - within_s)
     lines = []
     try:
         while True:
@@ -91,7 +91,7 @@ def kernel_lines(since: float) -> list[str]:
             for text in record.decode("utf-8", "replace").splitlines():
                 about, _, message = text.partition(";")
                 micros = [*about.split(","), "", "", ""][2]
-                if micros.isdecimal() and began + int(micros) / 1e6 > since - SLACK_S:
+                if micros.isdecimal() and int(micros) / 1e6 > oldest:
                     lines.append(message)
     finally:
         os.close(log_file)

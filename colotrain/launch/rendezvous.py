@@ -89,8 +89,8 @@ class Rendezvous:
         self.keeper: CopyKeeper | None = None
         self.files, self.own, self.buddy = files, "", ""
         """Addresses of this keeper and of the one that keeps this node's copies, in this round."""
-        self.key = ""
-        """Secret of this round."""
+        self.key, self.round = "", 0
+        """Secret of this round, and its number, which all nodes count alike."""
         self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
@@ -190,7 +190,7 @@ class Rendezvous:
         place = found.nodes.index(self.node.rank)
         if self.keeper is not None:
             self.keeper.end_senders()
-        self.key, self.own = found.key, found.keepers[place]
+        self.key, self.round, self.own = found.key, found.number, found.keepers[place]
         theirs = found.keepers[place - 1]
         self.buddy = theirs if self.own and theirs != self.own else ""
         return place

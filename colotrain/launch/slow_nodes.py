@@ -17,6 +17,8 @@ from colotrain.spec.plan import RunPlan
 
 RECOVERY = 4.0
 """Seconds of slowness that a second without it makes up for."""
+MOST_LONGER = 4.0
+"""How much longer than their steps ranks may take from one to the next, as to evaluate and save."""
 UNKNOWN = "from no cause that its events show"
 
 Leave = Callable[[int, str], tuple[int, Leaving]]
@@ -56,7 +58,7 @@ class SlowNodes:
                 known = self.ranks[rank.rank] = _Slow(rank, rank)
             why = slow.get(rank.rank)
             known.why = None if why is None or why.is_data else why
-            passed_s = max(0.0, rank.t - known.now.t)
+            passed_s = min(max(0.0, rank.t - known.now.t), _longest_s(known.now, rank))
             known.seconds += passed_s if known.why else -RECOVERY * passed_s
             known.now = rank
             if known.seconds <= 0.0:
@@ -119,6 +121,12 @@ class SlowNodes:
             return []
         self.said.add(without_numbers)
         return [text]
+
+
+def _longest_s(before: RankView, now: RankView) -> float:
+    """Most seconds that the steps in between may have taken: more is a clock that was set."""
+    step_s = max(one.busy_s + one.data_s + (one.wait_s or 0.0) for one in (before, now))
+    return MOST_LONGER * (now.step - before.step) * step_s
 
 
 def _event(node: int, answer: Leaving, slow: _Slow, cause: str) -> NodeLeft:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from colotrain.errors import ColotrainError
-from colotrain.events.fold import follow
 from colotrain.events.kinds import LaunchEnded
-from colotrain.events.log import EventWriter
-from colotrain.events.view import ENDED
+from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, PREEMPTED
 
@@ -26,12 +23,12 @@ class AskedToStop(ColotrainError):
 @contextmanager
 def end_recorded(rundir: RunDir) -> Iterator[None]:
     """Write a `done` event if an error or Ctrl-C ends the block and nothing else wrote it."""
-    began_at = time.time()
+    events = EventReader(rundir, ranks=())
+    events.skip_to_end()  # those of earlier launches, whatever the clock was then
     try:
         yield
     except BaseException as error:
-        view = follow(rundir, ranks=())
-        if view.status not in ENDED or (view.ended_at or 0.0) < began_at:
+        if not any(event.kind == LaunchEnded.KIND for event in events.drain()):
             _record(rundir, error)
         raise
 

@@ -62,9 +62,11 @@ class Launch:
     ended: list[Event] = field(default_factory=list)
     """Last events of workers: failed, finished or stopped."""
     remote_exits: list[kinds.WorkerExit] = field(default_factory=list)
-    """Exits of workers on other nodes."""
+    """Exits of workers on other nodes, some of which may be of an earlier round."""
     begun_at: float = field(default_factory=time.time)
     """Unix time at which the newest attempt began."""
+    begun_s: float = field(default_factory=time.monotonic)
+    """The same by the clock that nobody sets."""
     progressed: bool = False
     """Whether any step was completed."""
     saved: bool = False
@@ -88,9 +90,7 @@ class Launch:
         self.progressed = self.progressed or kinds.Step.KIND in seen
         self.saved = self.saved or not seen.isdisjoint(SAVES)
         self.remote_exits += [
-            kinds.WorkerExit.of(event)
-            for event in events
-            if event.kind == kinds.WorkerExit.KIND and event.t >= self.begun_at
+            kinds.WorkerExit.of(event) for event in events if event.kind == kinds.WorkerExit.KIND
         ]
         self.num_polls += 1
 
@@ -106,13 +106,22 @@ class Launch:
         """Return why the newest attempt failed, and what is known of GPUs and NCCL beside it."""
         if isinstance(self.error, RendezvousError):
             return str(self.error)
-        exits, text = [*self.exits, *self.remote_exits], self.watch.verdict
+        exits, text = [*self.exits, *self.exits_elsewhere()], self.watch.verdict
         if text is None:
             text = describe(exits, self.last_events(), self.error)
         beside = [found for x in exits if (found := x.gpu_errors)]
         if any(x.gave_up for x in exits):
             beside.append(collective_dumps.explain(self.rundir.collective_dumps, self.begun_at))
         return "; ".join([text, *filter(None, dict.fromkeys(beside))])
+
+    @property
+    def round(self) -> int:
+        """Number of the newest round, the same on all nodes; 0 before the first."""
+        return self.rendezvous.round if self.rendezvous is not None else 0
+
+    def exits_elsewhere(self) -> list[kinds.WorkerExit]:
+        """Return the exits of the newest round's workers on other nodes, whatever their clocks."""
+        return [x for x in self.remote_exits if x.round == self.round]
 
     def last_events(self) -> list[Event]:
         """Return the last events of the newest attempt's workers."""
@@ -135,9 +144,15 @@ class Launch:
     def record_exits(self, exits: list[kinds.WorkerExit]) -> None:
         """Record how this node's workers exited, and report it to the other nodes."""
         starved = num_killed_for_memory() > self.killed_for_memory
-        errors = gpu_errors(self.begun_at) if self.plan.cluster.device == "cuda" else ""
+        on_gpu, past_s = self.plan.cluster.device == "cuda", time.monotonic() - self.begun_s
+        errors = gpu_errors(past_s) if on_gpu else ""
         self.exits = [
-            replace(x, out_of_memory=starved and x.exit_code == -9, gpu_errors=errors or None)
+            replace(
+                x,
+                round=self.round,
+                out_of_memory=starved and x.exit_code == -9,
+                gpu_errors=errors or None,
+            )
             for x in exits
         ]
         if not self.node.is_head:
@@ -169,7 +184,7 @@ class Launch:
         self.watch.begin()
         self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
         self.remote_exits.clear()
-        self.begun_at = time.time()
+        self.begun_at, self.begun_s = time.time(), time.monotonic()
 
     def full_cause(self) -> str:
         """Return why the run failed: the first cause, and the last if it differs."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from colotrain.events.heartbeats import Heartbeat, read_heartbeats
+from colotrain.launch.worker_exits import newest_log
 from colotrain.parent_process import has_ended
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -188,9 +189,7 @@ class Watch:
 
     def _log(self, local_rank: int) -> Path:
         """Return the newest log of a worker of this machine, to which it writes its stack."""
-        folder = self.logs or self.rundir.logs
-        logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
-        return max(logs, key=_modified_at, default=folder)
+        return newest_log(self.logs or self.rundir.logs, local_rank)
 
     def close(self) -> None:
         """Delete the heartbeats of this launch's workers."""
@@ -229,13 +228,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _modified_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _state(pid: int) -> str:

@@ -67,9 +67,25 @@ def _end_of(log: Path) -> str:
         return ""
 
 
-def _exit_of(folder: Path, rank: int, local_rank: int, code: int) -> WorkerExit:
+def newest_log(folder: Path, local_rank: int) -> Path:
+    """Return the log of one of this machine's ranks in its newest attempt; `folder` without any.
+
+    Attempts are numbered: the clock, which files' times follow, may have been set back.
+    """
     logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
-    log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
+    return max(logs, key=_attempt_and_time, default=folder)
+
+
+def _attempt_and_time(log: Path) -> tuple[int, float]:
+    number = log.parent.parent.name.removeprefix("attempt_")
+    try:
+        return int(number) if number.isdecimal() else -1, log.stat().st_mtime
+    except OSError:
+        return -1, 0.0
+
+
+def _exit_of(folder: Path, rank: int, local_rank: int, code: int) -> WorkerExit:
+    log = newest_log(folder, local_rank)
     lines = _end_of(log).splitlines()
     gave_up = code < 0 and any(mark in text for text in lines for mark in NCCL_WATCHDOG_MESSAGES)
     last = lines[-1] if lines else ""

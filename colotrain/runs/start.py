@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from colotrain.events.event import Event
+    from colotrain.events.log import EventReader
     from colotrain.events.view import RunView
 
 ONLY_NODE = Node()
@@ -237,6 +238,7 @@ def train(
     `config` is what a new plan was made from, so that the run can be resumed with changes; None if
     the plan is the run's own. Nodes other than node 0 only run their workers.
     """
+    from colotrain.events.log import EventReader
     from colotrain.show.progress import print_summary
 
     console = stderr_console()
@@ -245,6 +247,8 @@ def train(
     began_at = began_at or command_began_at()
     checkpoints.check_resumable(plan, rundir)
     before, sending = trust.read_files(rundir), UploaderProcess(plan, rundir)
+    own_events = EventReader(rundir)
+    own_events.skip_to_end()  # not by time: the clock may be set back meanwhile
     try:
         exit_code, cause = execute(
             plan, rundir, config, node=node, console=console, began_at=began_at, sending=sending
@@ -252,7 +256,7 @@ def train(
     except KeyboardInterrupt:  # it came before there were workers
         tell(f"interrupted: {how_to_resume(plan, rundir)}")
         raise
-    if exit_code == ColotrainError.exit_code and _made_no_step(rundir, since=began_at):
+    if exit_code == ColotrainError.exit_code and _made_no_step(own_events):
         trust.restore_files(before)
         plan = rundir.plan()
     document, view = summarize(plan, rundir)
@@ -271,12 +275,14 @@ def train(
     return exit_code
 
 
-def _made_no_step(rundir: RunDir, *, since: float) -> bool:
-    """Whether a launch ended before its first step, so that its settings trained nothing."""
-    from colotrain.events.kinds import Step
-    from colotrain.events.log import EventReader
+def _made_no_step(events: EventReader) -> bool:
+    """Whether a launch ended before its first step, so that its settings trained nothing.
 
-    return not any(e.kind == Step.KIND and e.t >= since for e in EventReader(rundir).drain())
+    `events` reads those of this launch alone.
+    """
+    from colotrain.events.kinds import Step
+
+    return not any(event.kind == Step.KIND for event in events.drain())
 
 
 def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:

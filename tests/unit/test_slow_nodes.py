@@ -177,7 +177,7 @@ class Run:
 
     def __init__(self, answer: Leaving, **known: int) -> None:
         self.slow, self.fold, self.answer = SlowNodes(plan=plan(*ELASTIC), **known), Fold(), answer
-        self.step, self.attempt = 0, 0
+        self.step, self.attempt, self.ahead_s = 0, 0, 0.0
         self.asked: list[tuple[int, str]] = []
         self.events: list[NodeLeft] = []
         self.said: list[str] = []
@@ -192,7 +192,8 @@ class Run:
             one = range(self.step, self.step + 1)
             events = [*steps(0, one, own_s=0.4), *steps(1, one, own_s=own_s, data_s=data_s)]
             for event in (*events, pressed(1, waiting_threads=busy)):
-                self.fold.add([replace(event, attempt=self.attempt)])
+                t = event.t + self.ahead_s
+                self.fold.add([replace(event, attempt=self.attempt, t=t)])
             self.slow.look(self.fold.view())
             event, texts = self.slow.decide(self.leave)
             self.events += [event] if event else []
@@ -229,6 +230,17 @@ def test_a_pause_now_and_then_does_not_hide_it_and_a_long_one_does() -> None:
         seldom.make(12, own_s=0.9)
         seldom.make(12, own_s=0.4)
     assert not seldom.events
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_makes_no_rank_slow_for_an_hour(jump_s: float) -> None:
+    run = Run(TAKEN)
+    run.make(22, own_s=0.9, busy=0.8)
+    run.ahead_s = jump_s
+    run.make(2, own_s=0.9, busy=0.8)
+    assert run.asked == []
+    run.make(9, own_s=0.9, busy=0.8)
+    assert run.events
 
 
 def test_late_data_and_other_attempts_do_not_count() -> None:
