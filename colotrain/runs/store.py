@@ -6,6 +6,7 @@ code of the driver's error, whose text may hold a secret.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import secrets
@@ -30,7 +31,7 @@ FILES_AT_ONCE = 4
 MOST_PARTS = 9000
 """S3 takes 10,000 parts of a file."""
 FINAL = (FileNotFoundError, PermissionError)
-"""Errors that a further attempt does not mend."""
+"""Errors that a further attempt does not mend; so is that of a read-only file system."""
 FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
 GROWING = (".jsonl", ".log")
 """Endings of files that may grow while they are sent."""
@@ -186,9 +187,11 @@ class Store:
                 return action()
             except Exception as error:
                 final = isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES
+                final = final or getattr(error, "errno", None) == errno.EROFS
                 if final or attempt == self._attempts:
                     where = f"{self.address}/{name}" if name else self.address
-                    problem, fix = f"{where}: {_reason(error)}", _fix(error)
+                    problem = f"{where}: {_reason(error)}"
+                    fix = _fix(error, has_folders=self._has_folders)
                     failed = StoreError(problem, fix)
                     failed.final = final
                     raise failed from None  # its text may hold a secret
@@ -226,14 +229,19 @@ def _stored(info: dict[str, Any]) -> Stored:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the type of an error and what stores call its code."""
+    """Return the type of an error and what stores, or this system, call its code."""
     cause = error.__cause__ if error.__cause__ is not None else error
     answer = getattr(cause, "response", None)
     code = answer.get("Error", {}).get("Code", "") if isinstance(answer, dict) else ""
+    if not code and isinstance(error, OSError) and isinstance(error.errno, int):
+        code = os.strerror(error.errno)
     return f"{type(error).__name__} ({code})" if code else type(error).__name__
 
 
-def _fix(error: BaseException) -> str:
+def _fix(error: BaseException, *, has_folders: bool) -> str:
+    is_refused = isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS
+    if has_folders and is_refused:
+        return "make the folder writable for you, or name another runs_dir"
     if isinstance(error, PermissionError) or type(error).__name__ in FINAL_NAMES:
         return "set the store's credentials in the environment, as in AWS_ACCESS_KEY_ID"
     if isinstance(error, FileNotFoundError):

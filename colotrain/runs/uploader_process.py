@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 
 from colotrain.config.stores import run_address
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.runs.sync_state import SyncState, small_files, version_of
 from colotrain.runs.uploader import next_checkpoint
@@ -103,7 +105,7 @@ class UploaderProcess:
                 return
             time.sleep(1.0)
             with self._lock:
-                self._start_process()
+                self._start_again()
 
     def _ask_to_end(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -115,11 +117,24 @@ class UploaderProcess:
 
     def _keep_running(self) -> None:
         """Body of the thread: start another uploader if one fails, as when memory is short."""
+        told = ""
         while not self._closing.wait(RESTART_S):
             with self._lock:
-                ended = self._process is not None and self._process.poll()
-                if ended and not self._closing.is_set():
-                    self._start_process()
+                code = self._process.poll() if self._process is not None else None
+                if code and not self._closing.is_set():
+                    if (how := _how_it_ended(code)) != told:
+                        told = how
+                        self._say(f"what sends the run to {self._address} {how}; it begins again")
+                    self._start_again()
+
+    def _say(self, text: str) -> None:
+        with EventWriter(self._rundir.upload_events, inside=self._rundir.path) as events:
+            events.write(Note(text=f"warning: {text}"))
+
+    def _start_again(self) -> None:
+        """Start another uploader; where there is no memory or process for it now, later."""
+        with suppress(OSError):
+            self._start_process()
 
     def _start_process(self) -> None:
         keep = str(self._plan.checkpoint.keep)
@@ -131,6 +146,15 @@ class UploaderProcess:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the run
         )
+
+
+def _how_it_ended(code: int) -> str:
+    """Return text like `was killed by SIGKILL`."""
+    if code > 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def address_of(plan: RunPlan) -> str | None:

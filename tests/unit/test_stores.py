@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -448,6 +450,51 @@ def test_the_end_of_a_run_waits_for_the_store_only_so_long(
         uploader_process.report_unsent(left, plan, finished=True)
     uploader_process.report_unsent(left, plan, finished=False)
     assert "`colotrain resume one` sends the rest" in capsys.readouterr().err
+
+
+def test_a_killed_uploader_is_told_and_begins_again_once_there_is_a_process_for_it(
+    runs_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir, start, failures = made("runs", runs_dir), subprocess.Popen, [0]
+    (tmp_path / "idle.py").write_text("import sys\nsys.stdin.read()\n")
+    monkeypatch.setattr(uploader_process, "MODULE", "idle")
+    monkeypatch.setattr(uploader_process, "RESTART_S", 0.01)
+
+    def scarce(*args: Any, **kwargs: Any) -> Any:
+        failures[0] += 1
+        if failures[0] == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # RLIMIT_NPROC
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", scarce)
+    with uploader_process.UploaderProcess(rundir.plan(), rundir) as sending:
+        first = sending._process
+        assert first is not None
+        first.kill()
+        deadline = time.monotonic() + 60
+        while sending._process is first and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sending._process is not first
+        assert failures[0] == 3
+    sending.close()
+    (told,) = warnings(rundir)
+    assert told.startswith(f"warning: what sends the run to {runs_dir}/one was killed by SIGKILL;")
+
+
+def test_a_read_only_store_is_refused_at_once_by_name(
+    runs_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = list[str]()
+
+    def refuse(path: str, content: bytes) -> None:
+        tries.append(path)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    there = Store(f"{runs_dir}/one")
+    monkeypatch.setattr(there._files, "pipe_file", refuse)
+    with pytest.raises(UsageError, match=r"\(Read-only file system\); make the folder writable"):
+        there.check_writable()
+    assert len(tries) == 1
 
 
 def test_another_process_sends_the_run_and_its_end_finds_all_there(runs_dir: str) -> None:
