@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,34 @@ class DoesNotFit(ColotrainError):
     """A plan that needs more memory than is available (exit code 3)."""
 
     exit_code = exit_codes.DOES_NOT_FIT
+
+
+def of_system(error: BaseException | None) -> ColotrainError | None:
+    """Return what the system refused as an error for the user; None where it is no such error.
+
+    That is a file that the user named or the working directory, a full or broken disk, or a lack of
+    open files, memory or processes.
+    """
+    if lacks_processes(error):
+        problem = "no further process or thread may be started here"
+        return ColotrainError(problem, "raise the limit (`ulimit -u`, or the container's)")
+    if not isinstance(error, OSError):
+        return None
+    of_machine = error.errno in (*FULL, *NO_RESOURCES, errno.EIO)
+    if error.filename is None and not of_machine:
+        return None
+    otherwise = "a disk" if error.errno in FULL else "this machine"
+    name = " ".join(str(error.filename or otherwise).split())
+    kind = ColotrainError if of_machine else UsageError
+    fix = fix_of(error, "correct the path, or get access to it")
+    return kind(f"{name}: {error.strerror}", fix)
+
+
+def lacks_processes(error: BaseException | None) -> bool:
+    """Whether a process or a thread could not be started, as under `ulimit -u`."""
+    if isinstance(error, BlockingIOError):  # of fork; other causes have other texts
+        return error.filename is None and error.strerror == os.strerror(errno.EAGAIN)
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def suggest(word: str, known: Iterable[str], *, section: str = "") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -27,7 +26,7 @@ from colotrain.cli.arguments import (
     refuse,
     written_to,
 )
-from colotrain.errors import FULL, NO_RESOURCES, ColotrainError, UsageError, fix_of, one_line
+from colotrain.errors import ColotrainError, UsageError, of_system, one_line
 from colotrain.show.symbols import TO_ASCII
 from colotrain.spec.exit_codes import INTERRUPTED
 
@@ -386,13 +385,10 @@ def guarded(arguments: list[str]) -> int:
 
         sys.stderr.write(one_line(f"error: {explain(error, arguments)}") + "\n")
         return UsageError.exit_code
-    except OSError as error:  # from a file that the user named, or the working directory
-        of_machine = error.errno in (*FULL, *NO_RESOURCES, errno.EIO)
-        if error.filename is None and not of_machine:
-            raise
-        name = " ".join(str(error.filename or "this machine").split())
-        fix = fix_of(error, "correct the path, or get access to it")
-        sys.stderr.write(one_line(f"error: {name}: {error.strerror}; {fix}") + "\n")
-        return ColotrainError.exit_code if of_machine else UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except (OSError, RuntimeError) as error:
+        if (known := of_system(error)) is None:
+            raise
+        sys.stderr.write(f"{known.lines()[0]}\n")
+        return known.exit_code

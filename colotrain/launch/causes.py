@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from colotrain.errors import of_system
 from colotrain.events.event import Event
 from colotrain.events.kinds import Failure, WorkerExit
 
@@ -70,7 +71,8 @@ def describe(
         ranks = ", ".join(str(x.rank) for x in waited)
         what = "waited in vain for another rank's collective (NCCL's watchdog ended it)"
         return f"rank {ranks} {what}; its log: {waited[0].log}"
-    return f"the launcher failed: {error!r}"
+    known = of_system(error)
+    return f"the launcher failed: {known or repr(error)}"
 
 
 def was_killed(exits: Sequence[WorkerExit]) -> bool:

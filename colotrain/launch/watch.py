@@ -63,6 +63,8 @@ class SilentRank:
         if self.state in ("", "Z"):
             return f"{head} ended without a message {where}"
         what = "was stopped (SIGSTOP)" if self.state in "Tt" else "hung"
+        if self.state == "D":
+            what = "waits for a disk or file system that does not answer"
         at = f" at {self.stack[0]}" if self.stack and self.state not in "Tt" else ""
         return f"{head} {what} {where}, silent for {silent_s:.0f} s{at}; its log: {self.log}"
 

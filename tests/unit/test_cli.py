@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from colotrain import host
 from colotrain.cli.completion import complete
 from colotrain.cli.main import guarded, verbs
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError, DoesNotFit
+from colotrain.launch.causes import describe
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.runs import resolving
 from colotrain.runs.trust import write_signed
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.terminal import is_live
+from colotrain.spec.exit_codes import INTERRUPTED
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.survey import LossStudy, ParameterInfo, Survey
@@ -201,6 +204,41 @@ def test_a_full_disk_is_a_line(
     assert colotrain("plan") == (1, "", line)
     monkeypatch.setattr("colotrain.cli.plan.resolve_config", lambda *_, **__: full(0))
     assert colotrain("plan") == (1, "", "error: a disk: No space left on device; make room\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    ],
+    ids=["thread", "process"],
+)
+def test_a_limit_of_processes_is_a_line(
+    colotrain: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    line = "no further process or thread may be started here; raise the limit (`ulimit -u`, or the "
+    monkeypatch.setattr("colotrain.cli.plan.resolve_config", fail)
+    assert colotrain("plan") == (1, "", f"error: {line}container's)\n")
+    assert describe([], [], error) == f"the launcher failed: {line}container's)"
+
+
+def test_a_bug_stays_one_and_an_abort_is_none(
+    colotrain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[BaseException] = [typer.Abort(), RuntimeError("a bug"), OSError("a bug")]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise raised.pop(0)
+
+    monkeypatch.setattr("colotrain.cli.plan.resolve_config", fail)
+    assert colotrain("plan")[0] == INTERRUPTED
+    for kind in (RuntimeError, OSError):
+        with pytest.raises(kind, match="a bug"):
+            colotrain("plan")
 
 
 def test_the_limit_of_open_files_is_raised_or_told(

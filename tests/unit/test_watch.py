@@ -57,6 +57,12 @@ def test_the_rank_that_does_not_wait_in_a_collective_is_the_one(tmp_path: Path) 
     assert "/home/user/model.py:12 in forward" in str(hangs)
 
 
+def test_a_rank_that_waits_for_a_disk_says_so(tmp_path: Path) -> None:
+    waits = silent(tmp_path, WORKS, state="D")
+    assert not waits.waits_for_others
+    assert "waits for a disk or file system that does not answer in forward of step 5" in str(waits)
+
+
 def test_a_stopped_rank_is_the_one_wherever_it_is(tmp_path: Path) -> None:
     stopped = silent(tmp_path, WAITS, state="T")
     assert not stopped.waits_for_others

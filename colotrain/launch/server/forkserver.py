@@ -82,9 +82,15 @@ def warm_up(*, to_plan: bool = False) -> None:
     context.set_forkserver_preload(_preloaded)
     with _group_signals_ignored():
         resource_tracker.ensure_running()
-    threading.Thread(target=forkserver.ensure_running, daemon=True).start()
+    threading.Thread(target=_ensure_running, daemon=True).start()
     if to_plan:
         atexit.register(_end_server)
+
+
+def _ensure_running() -> None:
+    """Start the server; what forbids it is said where the server is needed."""
+    with suppress(OSError):
+        forkserver.ensure_running()
 
 
 def _end_server() -> None:
