@@ -37,7 +37,9 @@ SAY_S = 5.0
 REFUSED_S = 2.0
 """Seconds after which it is told why node 0 does not let this node in yet."""
 GONE_S = 10.0
-"""Seconds of retries when the head's host refuses connections or its name is unknown."""
+"""Seconds of retries when the head's host refuses connections or its name was never known."""
+NO_ADDRESS = (socket.gaierror, UnicodeError)
+"""Errors of a name without an address, or that can have none."""
 FOLDER_S = 60.0
 """Seconds that a network filesystem may take to show a file that the head has written."""
 
@@ -112,6 +114,8 @@ class Membership:
         """Why the head has not let this node in for `REFUSED_S`; empty where it has."""
         self.address = ""
         self._cause, self._ending, self._arrived = "", False, False
+        self._resolved = False
+        """Whether the head's name has had an address."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._keep_connected, name="membership", daemon=True)
         self._thread.start()
@@ -211,7 +215,7 @@ class Membership:
         while not self._ending and self.error is None:
             try:
                 with contextlib.closing(self._connect()) as link:
-                    self.address = link.peer_address
+                    self.address, self._resolved = link.peer_address, True
                     self._introduce(link)
                     since, self._arrived, self.trouble = None, True, ""
                     self.refusal = ""
@@ -227,21 +231,31 @@ class Membership:
     def _on_unreachable(self, error: Exception, silent_s: float) -> None:
         """Handle an unreachable head: leave the round, and give up after the time limit."""
         self.trouble = str(error) or type(error).__name__
-        host, port = self.head
         with self._changed:
             if self._arrived and silent_s > RETURN_S:
                 self.state = self.state | {"regroup": True, "why": "node 0 is out of reach"}
+        self._resolved |= not isinstance(error, (*NO_ADDRESS, _NotYet))
+        # a network that is out has often lost its names, too
+        has_gone = isinstance(error, ConnectionRefusedError if self._arrived else ())
+        is_unknown = isinstance(error, NO_ADDRESS) and not self._resolved
         limit_s = self.lost_s
         if isinstance(error, _NotYet):
             limit_s = FOLDER_S
             self.refusal = self.trouble if silent_s > REFUSED_S else self.refusal
-        elif isinstance(error, socket.gaierror) or (
-            self._arrived and isinstance(error, ConnectionRefusedError)
-        ):
+        elif has_gone or is_unknown:
             limit_s = GONE_S
         if silent_s > limit_s:
-            what = "refuses this node" if isinstance(error, _NotYet) else "is out of reach"
-            self._fail(RendezvousError(f"node 0 at {host}:{port} {what}: {self.trouble}"))
+            self._fail(self._describe_unreachable(error))
+
+    def _describe_unreachable(self, error: Exception) -> RendezvousError:
+        host, port = self.head
+        what = f"is out of reach: {self.trouble}"
+        if isinstance(error, _NotYet):
+            what = f"refuses this node: {self.trouble}"
+        elif not self._resolved:
+            fix = "correct cluster.rdzv_endpoint, or what gives this machine its names"
+            what = f"has no address that is known here; {fix}"
+        return RendezvousError(f"node 0 at {host}:{port} {what}")
 
     def _fail(self, error: RendezvousError) -> None:
         with self._changed:
