@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_view import plan_of
@@ -207,6 +209,29 @@ def test_a_restart_says_where_nothing_was_saved(tmp_path: Path, kind: str) -> No
     told = [event.fields.get("text", "") for event in EventReader(rundir).drain()]
     begins_anew = any("training begins again with the first step" in text for text in told)
     assert begins_anew == (kind == "step")
+
+
+def test_a_save_for_which_there_is_no_thread_is_written_before_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rundir, written = RunDir(tmp_path), list[object]()
+    rundir.create()
+    events = EventWriter(rundir.launcher_events)
+    saver = Saver(plan=plan_of(), rundir=rundir, events=events, token="")
+    save: Any = SimpleNamespace(
+        manifest=SimpleNamespace(step=7), write=lambda _, beat: written.append(beat), error=None
+    )
+    saver.current = save
+    saver._start(save)
+    assert written == [saver.beat]
+    assert saver.wait() is None
+    saver.before_update()
+    (told,) = [event.fields["text"] for event in EventReader(rundir).drain()]
+    assert told.startswith("warning: checkpoint of step 7: can't start new thread; training waits")
 
 
 def test_a_checkpoint_is_due_by_time(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from colotrain.engine.checkpoint.shard_file import POLL_S, Piece
 from colotrain.engine.offload.page_locked import Pages, page_locked
 from colotrain.engine.shm.shared_memory import available_bytes
 from colotrain.errors import ColotrainError
-from colotrain.events.kinds import CheckpointStarted
+from colotrain.events.kinds import CheckpointStarted, Note
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -94,10 +94,20 @@ class Saver:
             return
         self._copy(save, [n for n, p in enumerate(pieces) if p.local.is_cuda or not p.lasts])
         save.stall_s = time.perf_counter() - started
+        self._start(save)
+
+    def _start(self, save: Save) -> None:
+        """Write in the background; at once where no further thread may be started."""
         save.thread = threading.Thread(
             target=save.write, args=(self.events, lambda: None), name="checkpoint", daemon=True
         )
-        save.thread.start()
+        try:
+            save.thread.start()
+        except RuntimeError as error:  # as under `ulimit -u`
+            save.thread = None
+            what = f"warning: checkpoint of step {save.manifest.step}: {error}"
+            self.events.write(Note(text=f"{what}; training waits until it is written"))
+            save.write(self.events, self.beat)
 
     def before_update(self) -> None:
         """Allow the state to change: copy the part that the current save has not written yet."""
