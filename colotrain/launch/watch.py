@@ -7,6 +7,7 @@ is asked for its stack; the one that does not wait in a collective is the culpri
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from colotrain.events.heartbeats import Heartbeat, read_heartbeats
 from colotrain.launch.worker_exits import newest_log
 from colotrain.parent_process import has_ended
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, open_inside
 from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.5
@@ -28,6 +29,8 @@ DUMP_S = 1.0
 """Seconds that a rank is given to write its stack."""
 ORPHANS_S = 10.0
 """Seconds in which a killed rank must be gone."""
+UNWRITABLE = (errno.EROFS, errno.EIO, errno.ESTALE)
+"""Errors of a folder to which heartbeats cannot be written, either."""
 DEPTH = 4
 """Number of innermost frames in which a collective shows that a rank waits for others."""
 
@@ -161,6 +164,11 @@ class Watch:
         )
 
     def _end_culprits(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:
+        if why := self._why_none_is_written():
+            self.is_final = True
+            what = f"{self.rundir.path} cannot be written ({why})"
+            self._end(here, f"{what}: nothing is saved, and no rank shows that it is alive")
+            return
         offsets = {local: _size(self._log(local)) for local in here}
         for beat in here.values():
             _signal(beat.pid, signal.SIGUSR2)  # makes it write its stack (faulthandler)
@@ -193,11 +201,22 @@ class Watch:
         """Return the newest log of a worker of this machine, to which it writes its stack."""
         return newest_log(self.logs or self.rundir.logs, local_rank)
 
+    def _why_none_is_written(self) -> str:
+        """Return why heartbeats cannot be written, like `Read-only file system`; empty if can."""
+        try:
+            probe = self.rundir.heartbeats / f".{os.getpid()}"
+            os.close(open_inside(self.rundir.path, probe, os.O_WRONLY | os.O_CREAT))
+            probe.unlink()
+        except OSError as error:
+            return os.strerror(error.errno or 0) if error.errno in UNWRITABLE else ""
+        return ""
+
     def close(self) -> None:
         """Delete the heartbeats of this launch's workers."""
         for beat in read_heartbeats(self.rundir.heartbeats):
             if beat.pid in self.seen:
-                self.rundir.heartbeat_file(beat.rank).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the folder may have become read-only
+                    self.rundir.heartbeat_file(beat.rank).unlink()
 
 
 def _stack(log: Path, offset: int) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -209,6 +211,37 @@ def test_a_restart_says_where_nothing_was_saved(tmp_path: Path, kind: str) -> No
     told = [event.fields.get("text", "") for event in EventReader(rundir).drain()]
     begins_anew = any("training begins again with the first step" in text for text in told)
     assert begins_anew == (kind == "step")
+
+
+@pytest.mark.parametrize(
+    ("number", "named"), [(errno.EROFS, True), (errno.EIO, True), (errno.EMFILE, False)]
+)
+def test_ranks_that_can_write_no_heartbeat_are_not_said_to_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, named: bool
+) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.create()
+    waits = "trap '' USR2; echo ready; exec cat"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", waits], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        writer = HeartbeatWriter(rundir.heartbeat_file(0), rank=0, patience_s=0.0)
+        monkeypatch.setattr(os, "getpid", lambda: process.pid)
+        writer.beat(5, "forward")
+        monkeypatch.undo()
+        watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: process.pid})
+        watch.checked_at -= 1.0
+
+        def refuse(folder: Path, path: Path, flags: int) -> int:
+            raise OSError(number, os.strerror(number), str(path))
+
+        monkeypatch.setattr("colotrain.launch.watch.open_inside", refuse)
+        watch.check(asked_to_stop=False)
+    assert process.returncode == -signal.SIGKILL
+    told = f"{tmp_path} cannot be written ({os.strerror(number)}): nothing is saved"
+    assert (watch.is_final, told in str(watch.verdict)) == (named, named)
+    assert ("hung in forward of step 5" in str(watch.verdict)) != named
 
 
 def test_a_save_for_which_there_is_no_thread_is_written_before_training_goes_on(
