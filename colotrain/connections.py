@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from colotrain.addresses import network_of, plain_address
 from colotrain.certificates import tls_context
 
 LINE_BYTES = 4 << 20
@@ -202,17 +202,19 @@ class Service:
         *,
         secret: Callable[[], str],
         name: str,
+        say: Callable[[str], None] = print,
     ) -> None:
-        """`serve` closes its connection; `name` is that which `connect` gives."""
-        self.listener, self.secret, self.name = listener, secret, name
+        """`serve` ends with its connection; `name` is that which `connect` gives. `secret` must not
+        wait, and `say` is called once there are too many connections."""
+        self.listener, self.secret, self.name, self.say = listener, secret, name, say
         self._serve = serve
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        few = files != resource.RLIM_INFINITY
-        self.most_unproved = max(4, min(UNPROVED, files // 8)) if few else UNPROVED
-        self.most_proved = max(4, min(PROVED, files // 2)) if few else PROVED
+        self.most_files = 2 * PROVED if files == resource.RLIM_INFINITY else files
+        self.most_unproved = max(4, min(UNPROVED, self.most_files // 8))
+        self.most_proved = max(4, min(PROVED, self.most_files // 2))
         self._unproved: dict[int, _Unproved] = {}
         """By the handle of the socket, the oldest first."""
-        self._num_proved = 0
+        self._num_proved, self._was_full = 0, False
         self._counting = threading.Lock()
         self._closing = False
         self._accepts_at: float | None = None
@@ -306,22 +308,25 @@ class Service:
             return
         self._selector.unregister(secured)
         del self._unproved[handle]
-        with self._counting:
-            full = self._num_proved >= self.most_proved
-            self._num_proved += not full
-        if full:
-            secured.close()
-            return
         try:
             threading.Thread(target=self._attend, args=(Link(secured),), daemon=True).start()
         except RuntimeError:  # no more threads
             secured.close()
-            with self._counting:
-                self._num_proved -= 1
 
     def _attend(self, link: Link) -> None:
+        with self._counting:
+            self._num_proved += 1
+            is_full = self._num_proved > self.most_proved
+            is_new = is_full and not self._was_full
+            self._was_full |= is_full
         try:
-            self._serve(link)
+            if is_new:
+                self.say(
+                    f"warning: {self.name}: {self.most_proved} connections are open, and more are "
+                    f"refused: half of `ulimit -n` ({self.most_files}), at most {PROVED}"
+                )
+            if not is_full:
+                self._serve(link)
         finally:
             link.close()
             with self._counting:
@@ -341,16 +346,3 @@ class Service:
         dropped = self._unproved.pop(handle)
         self._selector.unregister(dropped.socket)
         dropped.socket.close()
-
-
-def plain_address(address: str) -> str:
-    """Return `10.0.0.1` for the IPv4-mapped form of an IPv6 socket, `::ffff:10.0.0.1`."""
-    return address.removeprefix("::ffff:")
-
-
-def network_of(address: str) -> str:
-    """Return what counts as one peer: an IPv4 address, or the /64 of one that has many."""
-    plain = plain_address(address).partition("%")[0]
-    if ":" not in plain:
-        return plain
-    return str(ipaddress.ip_network((plain, 64), strict=False))

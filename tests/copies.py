@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain.addresses import LOOPBACK, listen
 from colotrain.engine import exchange
 from colotrain.engine.checkpoint.buddy import Buddy
 from colotrain.engine.checkpoint.manifest import Manifest
@@ -22,7 +23,6 @@ from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.memory_file import MemoryFile
 from colotrain.engine.checkpoint.whole_copy import Place
 from colotrain.launch.copy_keeper import CopyKeeper
-from colotrain.launch.node_registry import listen
 from colotrain.spec.elastic import CopyPlaces, MemoryCopyPlan
 
 SECRET = "secret"
@@ -104,7 +104,7 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self.handles = [os.memfd_create(f"test{n}") for n in range(2 * self.procs)]
-        self.keeper = CopyKeeper(listen("127.0.0.1", 0), secret=lambda: SECRET, files=self)  # type: ignore[arg-type]
+        self.keeper = CopyKeeper(listen(LOOPBACK, 0), secret=lambda: SECRET, files=self)  # type: ignore[arg-type]
 
     @property
     def address(self) -> str:

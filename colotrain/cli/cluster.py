@@ -56,7 +56,7 @@ def submit(
 
 def node(
     path: Annotated[str, typer.Argument(metavar="RUN_DIR")],
-    head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
+    head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "localhost:0",
     node_rank: Annotated[str | None, typer.Option(metavar="RANK")] = None,
     plan: Annotated[str | None, typer.Option(metavar="FOLDER")] = None,
     trust_code: TrustCode = False,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colotrain.addresses import LOOPBACK
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.launch.server.forkserver import environment
 from colotrain.planner import rates
@@ -60,7 +61,7 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
         assert trace is not None, "colotrain's own models can be followed"
         amounts = amounts_of(layout, case.survey, trace)
         cases.append({"plan": to_plain(case.plan), "amounts": amounts})
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
     guess = rates.guess(threads=threads, precision=precision)
     common = {"port": port, "ranks": ranks, "threads": threads}

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from colotrain.addresses import LOOPBACK
 from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
 
 LIMIT_S = 90.0
@@ -24,27 +24,11 @@ ROUNDS = 5
 SLOW_BYTES_PER_S = 20e6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """Address of the store, and one rank's place in the process group."""
-
-    host: str
-    port: int
-    rank: int
-    world: int
-    listens: bool
-    """Whether this rank hosts the store."""
-
-
 def check_exchange(env: Environment) -> Iterator[Finding]:
     """Check an all-reduce between two ranks on this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
-    ranks = [
-        Exchange(host="127.0.0.1", port=port, rank=rank, world=2, listens=rank == 0)
-        for rank in range(2)
-    ]
-    yield from judge("all-reduce", run_together(ranks), "2 ranks of this machine")
+    yield from judge("all-reduce", run_two(port), "2 ranks of this machine")
 
 
 def judge(check: str, answer: dict[str, object] | str, who: str) -> Iterator[Finding]:
@@ -61,17 +45,18 @@ def judge(check: str, answer: dict[str, object] | str, who: str) -> Iterator[Fin
         yield ok(check, text)
 
 
-def run_together(ranks: list[Exchange]) -> dict[str, object] | str:
-    """Run ranks as local processes; returns rank 0's answer, or why there is none."""
+def run_two(port: int) -> dict[str, object] | str:
+    """Run two ranks as local processes, with a store at `port`; return rank 0's answer, or why
+    there is none."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "colotrain.doctor.exchange", *_words(rank)],
+            [sys.executable, "-m", "colotrain.doctor.exchange", str(port), str(rank)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in ranks
+        for rank in range(2)
     ]
     deadline, outs = time.monotonic() + LIMIT_S, list[tuple[str, str]]()
     try:
@@ -89,11 +74,6 @@ def run_together(ranks: list[Exchange]) -> dict[str, object] | str:
     except (ValueError, IndexError):
         errors = [err.strip().splitlines()[-1] for _, err in outs if err.strip()]
         return errors[0] if errors else "a rank ended without an answer"
-
-
-def _words(exchange: Exchange) -> list[str]:
-    numbers = (exchange.port, exchange.rank, exchange.world, int(exchange.listens))
-    return [exchange.host, *map(str, numbers)]
 
 
 def time_all_reduce(store: Any, host: str, rank: int, world: int) -> dict[str, object]:
@@ -120,16 +100,11 @@ def time_all_reduce(store: Any, host: str, rank: int, world: int) -> dict[str, o
 
 
 def main(words: list[str]) -> int:
-    from torch.distributed import TCPStore
+    from colotrain.engine.process import loopback_store
 
-    from colotrain.engine.process import LOOPBACK, loopback_store
-
-    host, (port, rank, world, listens) = words[0], map(int, words[1:])
-    if host == LOOPBACK:
-        store = loopback_store(port, is_master=bool(listens), timeout=TIMEOUT)
-    else:
-        store = TCPStore(host, port, is_master=bool(listens), timeout=TIMEOUT)
-    print(json.dumps(time_all_reduce(store, host, rank, world)), flush=True)
+    port, rank = map(int, words)
+    store = loopback_store(port, is_master=rank == 0, timeout=TIMEOUT)
+    print(json.dumps(time_all_reduce(store, LOOPBACK, rank, 2)), flush=True)
     return 0
 
 

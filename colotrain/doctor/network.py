@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from colotrain.addresses import LOOPBACK, is_loopback
 from colotrain.doctor.finding import Environment, Finding, fail, ok, warn
 
 ASK_S = 5.0
@@ -21,13 +22,13 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def check_loopback(_: Environment) -> Iterator[Finding]:
     """Check the loopback interface, over which the workers of one machine connect."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=2).close()
     except OSError as error:
         fix = "`ip link set lo up`; in a container, give it a network"
-        yield fail("loopback", f"127.0.0.1 cannot be used ({error})", fix)
+        yield fail("loopback", f"{LOOPBACK} cannot be used ({error})", fix)
         return
-    yield ok("loopback", "127.0.0.1 can be used")
+    yield ok("loopback", f"{LOOPBACK} can be used")
 
 
 def check_name(env: Environment) -> Iterator[Finding]:
@@ -39,7 +40,7 @@ def check_name(env: Environment) -> Iterator[Finding]:
         fix = f"add a line `ADDRESS {name}` to /etc/hosts, with an address that others reach"
         yield fail("name", f"this machine does not know its own name {name} ({error})", fix)
         return
-    loopback = [a for a in found if a.startswith("127.") or a == "::1"]
+    loopback = [a for a in found if is_loopback(a)]
     if loopback:
         text = (
             f"its own name {name} is {loopback[0]} here, so that other machines which are told "
@@ -65,7 +66,7 @@ def check_head(env: Environment) -> Iterator[Finding]:
         fix = "write node 0's address in cluster.rdzv_endpoint instead"
         yield fail("head", f"cluster.rdzv_endpoint={host}:{port}: unknown name ({error})", fix)
         return
-    if env.nodes > 1 and env.rank and all(a.startswith("127.") for a in found):
+    if env.nodes > 1 and env.rank and all(map(is_loopback, found)):
         fix = "write an address of node 0 that other machines reach"
         yield fail("head", f"cluster.rdzv_endpoint={host}:{port} is {found[0]}, this machine", fix)
         return

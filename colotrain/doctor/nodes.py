@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from colotrain.addresses import LOOPBACK, is_loopback, listen_at, serve_store
 from colotrain.doctor.exchange import judge, time_all_reduce
 from colotrain.doctor.finding import Environment, Finding, fail, ok, warn
 
@@ -44,21 +45,22 @@ def _check_nodes(env: Environment, mine: list[Finding]) -> dict[str, list[Findin
     host, port = env.head
     is_head = env.rank == 0
     timeout = datetime.timedelta(seconds=RENDEZVOUS_S)
-    store = TCPStore("127.0.0.1" if is_head else host, port, is_master=is_head, timeout=timeout)
     if is_head:
+        store = serve_store(listen_at(_own_address(host), port), timeout=timeout)
         token = secrets.token_hex(16)
         env.runs.mkdir(parents=True, exist_ok=True)
         probe = env.runs / f".colotrain-doctor-{token}"
         probe.write_text(token)
         store.set("token", token)
     else:
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
         token = store.get("token").decode()
         probe = env.runs / f".colotrain-doctor-{token}"
     about = {
         "host": env.host,
         "sees_folder": is_head or _appears(probe),
         "versions": {name: metadata.version(name) for name in ("colotrain", "torch")},
-        "address": _address_towards(host) if not is_head else "",
+        "head": "" if is_head else _address_of(host),
         "findings": [asdict(finding) for finding in mine],
     }
     skew_s = _skew(store, env)
@@ -66,7 +68,8 @@ def _check_nodes(env: Environment, mine: list[Finding]) -> dict[str, list[Findin
     rows = [json.loads(store.get(f"about/{rank}")) for rank in range(env.nodes)]
     if is_head:
         probe.unlink(missing_ok=True)
-    found = _bandwidth(env, store, "127.0.0.1" if is_head else host)
+    towards = next((row["head"] for row in rows if row["head"]), LOOPBACK)
+    found = _bandwidth(env, store, towards)
     store.set(f"done/{env.rank}", "1")
     if not is_head:
         return {}
@@ -100,13 +103,15 @@ def _skew(store: Any, env: Environment) -> float:
     return max(0.0, told - time.time()) * -1 + max(0.0, asked - told)
 
 
-def _address_towards(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""
+def _own_address(host: str) -> str:
+    """Return the address that this machine has by this name; empty where the name is of loopback
+    here, as others reach the machine by another address."""
+    found = _address_of(host)
+    return "" if is_loopback(found) and not is_loopback(host) else found
+
+
+def _address_of(host: str) -> str:
+    return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
 def compare(rows: list[dict[str, Any]]) -> Iterator[Finding]:

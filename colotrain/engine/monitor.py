@@ -51,7 +51,7 @@ LEAVE_TOGETHER_S = 30.0
 LEFT = "colotrain/step-left"
 """Note of `STEP REASON`, written once a rank has left the step after STEP finished ones."""
 DEPARTED = "colotrain/departed"
-"""Note of each rank that has saved and is about to exit: this, `/` and the rank."""
+"""Note that all ranks have saved and may exit; with `/` and a rank, that this one has."""
 
 
 def start(run: Run) -> None:
@@ -269,10 +269,17 @@ def _becomes(run: Run, last: LastStep) -> str:
 
 
 def _depart(notes: Notes) -> None:
-    """Wait until all ranks are here, because rank 0's process hosts the store that others need."""
+    """Wait until all ranks have saved: one that is gone fails the others' collectives.
+
+    Rank 0 waits for each rank, and the others for its word alone. Its process may host the store.
+    """
     deadline = time.monotonic() + LEAVE_TOGETHER_S
+    is_over = lambda: time.monotonic() > deadline  # noqa: E731
     with contextlib.suppress(Exception):  # the store is gone: rank 0 has seen all ranks
-        notes.write(f"{DEPARTED}/{dist.get_rank()}", "")
-        awaited = [f"{DEPARTED}/{rank}" for rank in range(dist.get_world_size())]
-        while not notes.are_there(awaited) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        if (rank := dist.get_rank()) == 0:
+            for other in range(1, dist.get_world_size()):
+                notes.wait(f"{DEPARTED}/{other}", is_over=is_over)
+            notes.write(DEPARTED, "")
+        else:
+            notes.write(f"{DEPARTED}/{rank}", "")
+            notes.wait(DEPARTED, is_over=is_over)

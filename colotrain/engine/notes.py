@@ -9,11 +9,33 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch.distributed as dist
+
+from colotrain.errors import ColotrainError
 from colotrain.spec.elastic import ROUND_KEY
 from colotrain.torch_internals import own_store
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
+
+
+@cache
+def round_key() -> str:
+    """Return the round's key, and take it from the environment, which children of a rank inherit.
+
+    Call it before code of the user's runs. One process that no launcher has started makes a key of
+    its own; `ColotrainError` where there are several.
+    """
+    key = os.environ.pop(ROUND_KEY, "")
+    if not key and dist.get_world_size() > 1:
+        problem = f"{ROUND_KEY} is not set: ranks trust no notes of one another without their key"
+        raise ColotrainError(problem, "start them by `colotrain run`")
+    return key or secrets.token_hex(32)
 
 
 class Notes:
@@ -21,7 +43,7 @@ class Notes:
 
     def __init__(self, store: Any = None, key: str | None = None) -> None:
         self.store = own_store() if store is None else store
-        self.key = (os.environ.get(ROUND_KEY, "") if key is None else key).encode()
+        self.key = (round_key() if key is None else key).encode()
 
     def _sign(self, name: str, text: str) -> str:
         # names have no zeros, so that no two pairs are signed alike
@@ -40,6 +62,13 @@ class Notes:
         is_signed = hmac.compare_digest(signature.encode(), self._sign(name, text).encode())
         return text if is_signed else None
 
-    def are_there(self, names: Sequence[str]) -> bool:
-        """Whether ranks of this round have written all of them."""
-        return bool(self.store.check(list(names))) and None not in map(self.read, names)
+    def wait(self, name: str, *, is_over: Callable[[], bool]) -> str | None:
+        """Return the text once a rank has written it; None where the wait `is_over` first.
+
+        Pauses grow, as a thousand ranks may ask one store.
+        """
+        pause_s = FIRST_POLL_S
+        while (text := self.read(name)) is None and not is_over():
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
+        return text

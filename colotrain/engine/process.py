@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from colotrain import host
+from colotrain.addresses import LOOPBACK, address_towards, serve_store
 from colotrain.engine import exchange
 from colotrain.engine.loop import PATIENCE_FACTOR
+from colotrain.engine.notes import round_key
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
-LOOPBACK = "127.0.0.1"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0
@@ -73,6 +74,7 @@ def connect(plan: RunPlan) -> torch.device:
     timeout = datetime.timedelta(seconds=longest_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
+        round_key()
         return torch.device("cpu")
     device = torch.device(plan.cluster.device, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
@@ -80,6 +82,7 @@ def connect(plan: RunPlan) -> torch.device:
     run_near(device)
     backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, timeout=timeout, device_id=device)
+    round_key()
     return device
 
 
@@ -114,24 +117,18 @@ def choose_interface(store: str) -> None:
 
     By default gloo takes the address of the host's own name, which may be 127.0.1.1.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if "GLOO_SOCKET_IFNAME" in os.environ or not (own := address_towards(store)):
         return
-    with suppress(OSError):
-        family = socket.getaddrinfo(store, None)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((store, 9))  # a datagram socket sends nothing here
-            address = probe.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(a.address.partition("%")[0] == address for a in addresses):
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == own for a in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def loopback_store(port: int, *, is_master: bool, timeout: datetime.timedelta) -> Any:
-    """Join a store of processes of this machine; torch's own listens at every address."""
-    given: dict[str, Any] = {}
+    """Join a store of processes of this machine."""
     if is_master:
-        given = {"master_listen_fd": socket.create_server((LOOPBACK, port)).detach()}
-    return dist.TCPStore(LOOPBACK, port, is_master=is_master, timeout=timeout, **given)
+        return serve_store(socket.create_server((LOOPBACK, port)), timeout=timeout)
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
 
 
 def agree_on_attempt(rundir: RunDir) -> int:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
+from colotrain.addresses import LOOPBACK
 from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Left, NotNeeded, Stopped
 from colotrain.launch.rendezvous import Rendezvous
@@ -57,7 +58,7 @@ class Agent(LocalElasticAgent):
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
-            local_addr="127.0.0.1",
+            local_addr=LOOPBACK,
         )
         known = inspect.signature(LocalElasticAgent).parameters
         timeout: dict[str, Any] = {"shutdown_timeout": 10}  # since torch 2.12

@@ -39,15 +39,21 @@ class CopyKeeper:
     """Listens until `close`, and keeps the two newest copies of each rank that sends some."""
 
     def __init__(
-        self, listener: socket.socket, *, secret: Callable[[], str], files: MemoryFiles
+        self,
+        listener: socket.socket,
+        *,
+        secret: Callable[[], str],
+        files: MemoryFiles,
+        say: Callable[[str], None] = print,
     ) -> None:
-        """`files` are those of this launcher's own ranks."""
-        self.listener, self.secret, self.files = listener, secret, files
+        """`files` are those of this launcher's own ranks; `secret` must not wait, and `say` tells
+        people why connections are refused."""
+        self.files = files
         self.port: int = listener.getsockname()[1]
         self.kept: dict[int, _Kept] = {}
         self.senders = set[Link]()
         self._lock = threading.Lock()
-        self._service = Service(listener, self._serve, secret=secret, name=COPY_SERVICE)
+        self._service = Service(listener, self._serve, secret=secret, name=COPY_SERVICE, say=say)
 
     def close(self) -> None:
         """Stop listening, and free the files into which nothing is being received."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from colotrain.addresses import LOOPBACK
 from colotrain.connections import Link, StrangerError, connect
 from colotrain.launch.node_registry import (
-    LOOPBACK,
     RETURN_S,
     SERVICE,
     SILENT_S,
@@ -301,10 +301,10 @@ class Membership:
                 self._changed.wait(WAITING_REPORT_S if self.waits else REPORT_S)
 
     def _take(self, state: dict[str, Any]) -> None:
-        self.state = state
+        self.state |= state
         if self.waits and int(state["round"]) > self.round:
             self.waits, self.round = False, int(state["round"])
-            self.state = state | {"regroup": False}
+            self.state["regroup"] = False
         self._changed.notify_all()
 
 

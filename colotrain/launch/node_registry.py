@@ -11,8 +11,6 @@ which also keeps strangers out (`connections`).
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import secrets
 import socket
 import threading
@@ -21,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from colotrain.addresses import LOOPBACK, is_loopback
 from colotrain.connections import Link, Service
 from colotrain.launch.places import next_nodes
 from colotrain.launch.timeouts import wait_readable
@@ -33,7 +32,7 @@ RETURN_S = 3.0
 """Seconds within which a node whose connection broke may reconnect without being lost."""
 GOODBYE_S = 10.0
 """Seconds that the head waits at the end for the other nodes to leave."""
-SERVICE, LOOPBACK = "registry", "127.0.0.1"
+SERVICE = "registry"
 
 
 class RendezvousError(RuntimeError):
@@ -141,11 +140,12 @@ class NodeRegistry:
         expected_nodes: int,
         open_store: Callable[[str], int],
         spare_nodes: int = 0,
+        say: Callable[[str], None] = print,
     ) -> None:
         """`expected_nodes` are awaited at first, and there may be `spare_nodes` beside `max_nodes`;
         `open_store` opens a store at the address by which all nodes reach the head, if there is
         one, and returns its port."""
-        self.listener, self.secret, self.info = listener, secret, info
+        self.info = info
         self.min_nodes, self.max_nodes, self.expected_nodes = min_nodes, max_nodes, expected_nodes
         self.open_store, self.spare_nodes = open_store, spare_nodes
         self.members: dict[int, _Member] = {}
@@ -166,7 +166,9 @@ class NodeRegistry:
         self.refusals: list[str] = []
         self._enough_since: float | None = None
         self._changed = threading.Condition()
-        self._service = Service(listener, self._receive, secret=lambda: secret, name=SERVICE)
+        self._service = Service(
+            listener, self._receive, secret=lambda: secret, name=SERVICE, say=say
+        )
 
     def close(self) -> None:
         """Wait up to `GOODBYE_S` until all other nodes have left, then stop listening."""
@@ -287,6 +289,8 @@ class NodeRegistry:
             self._form_round()
             stale = not report["waits"] and known != self.round
             state = self._state(member, stale=stale)
+            if state["round"] > known:
+                state |= self._round_for(member)
         link.send(state, within_s=SILENT_S)
         return self.members.get(node) is member
 
@@ -317,6 +321,8 @@ class NodeRegistry:
             return
         chosen = next_nodes(self.nodes, waiting, most=self.max_nodes)
         others = [self.members[node].address for node in chosen if node != self.info.node]
+        # a launcher on the head's machine may reach it by loopback, which says nothing to others
+        others = [one for one in others if not is_loopback(one)] or others
         self.address = others[0] if others else LOOPBACK
         try:
             self.port = self.open_store(self.address if len({*others}) < 2 else "")
@@ -326,18 +332,33 @@ class NodeRegistry:
         self.round, self.nodes, self.lost, self.leaving = self.round + 1, chosen, "", {}
         self.key = secrets.token_hex(32)
         self.instances = {node: self.members[node].info.instance for node in chosen}
-        # the head reaches itself by loopback, and the others by the address that they use
-        self.keepers = [
-            self.members[node].keeper.replace(f"{LOOPBACK}:", f"{self.address}:") for node in chosen
-        ]
+        self.keepers = [self._reachable(self.members[node].keeper) for node in chosen]
         for node in chosen:
             self.members[node].waits = False
+
+    def _reachable(self, keeper: str) -> str:
+        """Return the HOST:PORT by which others reach a keeper: on the head's machine launchers know
+        theirs by loopback."""
+        host, _, port = keeper.rpartition(":")
+        return f"{self.address}:{port}" if is_loopback(host) else keeper
+
+    def _round_for(self, member: _Member) -> dict[str, Any]:
+        """Return what a node that is new in the round has to know of it."""
+        is_near = member.info.node == self.info.node or is_loopback(member.address)
+        return {
+            "nodes": self.nodes,
+            "port": self.port,
+            "key": self.key,
+            "keepers": self.keepers,
+            # the others know by which address they reach the head
+            "address": self.address if is_near else "",
+        }
 
     def _state(self, member: _Member, *, stale: bool) -> dict[str, Any]:
         node = member.info.node
         waiting = [n for n in self._newcomers() if n != node]
         fresh = [n for n in waiting if n not in self.nodes]
-        missing = [str(n) for n in range(self.max_nodes) if n not in self.members]
+        missing = [str(n) for n in range(self.max_nodes) if n not in self.members and member.waits]
         why = "the others went on without this node"
         if self.leaving:
             first = min(self.leaving)
@@ -347,12 +368,6 @@ class NodeRegistry:
         expected = bool(self.leaving) or (bool(fresh) and fresh == waiting)
         return {
             "round": 0 if member.waits or node not in self.nodes else self.round,
-            "nodes": self.nodes,
-            "port": self.port,
-            "key": self.key,
-            "keepers": self.keepers,
-            # the others know by which address they reach the head
-            "address": self.address if node == self.info.node else "",
             "regroup": bool(stale or waiting or self.leaving or self.lost),
             "why": self.lost or why,
             "orderly": expected and not self.lost and not stale,
@@ -362,31 +377,3 @@ class NodeRegistry:
             "closed": self.closed,
             "refused": self.closed in self.refusals,
         }
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket: on loopback if `host` is loopback, otherwise on every address.
-
-    The host name is not resolved: a machine may know itself by another address than its peers do.
-    """
-    if is_loopback(host):
-        return socket.create_server((LOOPBACK, port))
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-def listen_at(address: str) -> socket.socket:
-    """Return a listening socket on this address alone; if it is not this machine's, on all."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, 0), family=family) if address else listen("", 0)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-    return listen("", 0)
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

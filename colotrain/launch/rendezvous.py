@@ -13,24 +13,18 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colotrain.addresses import LOOPBACK, is_loopback, listen, listen_at, serve_store
 from colotrain.errors import UsageError
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership, Round, SingleNode
 from colotrain.launch.memory_files import MemoryFiles
-from colotrain.launch.node_registry import (
-    LOOPBACK,
-    Leaving,
-    NodeInfo,
-    NodeRegistry,
-    is_loopback,
-    listen,
-    listen_at,
-)
+from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, read_json
 from colotrain.spec.elastic import CopyPlaces
@@ -56,7 +50,7 @@ class Node:
     """A node's rank in the run, and the address at which node 0's launcher listens."""
 
     rank: int = 0
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
 
     @property
@@ -91,18 +85,21 @@ class Rendezvous:
         """Addresses of this keeper and of the one that keeps this node's copies, in this round."""
         self.key, self.round = "", 0
         """Secret of this round, and its number, which all nodes count alike."""
+        self.secret = ""
+        """Secret of this launch; empty until it was read."""
         self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
             if node.is_head:
                 self.registry = self._open_registry(info)
-            where = ("127.0.0.1" if node.is_head else node.host, node.port)
+            where = (LOOPBACK if node.is_head else node.host, node.port)
             if plan.elastic.memory_copy.enabled:
-                self.keeper = CopyKeeper(listen(node.host, 0), secret=self._secret, files=files)
+                listener = listen(node.host, 0)
+                self.keeper = CopyKeeper(listener, secret=lambda: self.secret, files=files, say=say)
             self.membership = Membership(
                 where,
                 info,
-                secret=self._secret,
+                secret=self._read_secret,
                 lost_s=self.wait_s,
                 keeper_port=self.keeper.port if self.keeper is not None else 0,
                 stop=stop,
@@ -110,7 +107,7 @@ class Rendezvous:
 
     def _open_registry(self, info: NodeInfo) -> NodeRegistry:
         node, elastic = self.node, self.plan.elastic
-        secret = secrets.token_hex(32)
+        self.secret = secrets.token_hex(32)
         try:
             listener = listen(node.host, node.port)
         except OSError as error:
@@ -119,16 +116,17 @@ class Rendezvous:
                 f"({error})",
                 "choose a free port above 1023, and the same one on every node",
             ) from error
-        self.rundir.write(self.rundir.rendezvous_file, json.dumps({"secret": secret}))
+        self.rundir.write(self.rundir.rendezvous_file, json.dumps({"secret": self.secret}))
         return NodeRegistry(
             listener,
-            secret=secret,
+            secret=self.secret,
             info=info,
             min_nodes=elastic.min_nodes,
             max_nodes=elastic.max_nodes,
             expected_nodes=self.plan.cluster.nodes,
             open_store=self._open_store,
             spare_nodes=elastic.spare_nodes,
+            say=self.say,
         )
 
     def leave(self, rank: int, why: str) -> tuple[int, Leaving]:
@@ -141,28 +139,19 @@ class Rendezvous:
         saves = self.plan.checkpoint.enabled
         return nodes[place], self.registry.leave(nodes[place], why, saves=saves)
 
-    def _secret(self) -> str:
-        try:
-            return str(read_json(self.rundir.rendezvous_file)["secret"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
+    def _read_secret(self) -> str:
+        """Return the secret of this launch, which node 0 may have written just now."""
+        if not self.node.is_head:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self.secret = str(read_json(self.rundir.rendezvous_file)["secret"])
+        return self.secret
 
     def _open_store(self, address: str) -> int:
         """Open a new store in this process, which listens there alone; return its port."""
-        from torch.distributed import TCPStore
-
-        socket_ = listen_at(address or (LOOPBACK if is_loopback(self.node.host) else ""))
-        here, port = socket_.getsockname()[:2]
-        store = TCPStore(
-            LOOPBACK if here in ("::", "0.0.0.0") else here,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self.timeout,
-            master_listen_fd=socket_.detach(),
-        )
+        listener = listen_at(address or (LOOPBACK if is_loopback(self.node.host) else ""))
+        store = serve_store(listener, timeout=self.timeout)
         self.stores = [*self.stores, store][-STORES_KEPT:]
-        return int(port)
+        return int(store.port)
 
     @property
     def timeout(self) -> datetime.timedelta:
@@ -203,7 +192,7 @@ class Rendezvous:
             files=(*self.files.handles, *kept),
             own=self.own,
             buddy=self.buddy,
-            secret=self._secret() if self.own else "",
+            secret=self.secret if self.own else "",
         )
 
     def handler(self) -> RendezvousHandler:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from colotrain.addresses import LOOPBACK
 from colotrain.events.event import Event
 from colotrain.events.kinds import Note, Step
 from colotrain.events.view import ENDED, RunView, unit
 from colotrain.spec.plan import RunPlan
 
-HOST = "127.0.0.1"
 PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_S = 10.0
@@ -228,7 +228,7 @@ class MetricsServer:
         if port is None:
             return self
         try:
-            self._server = _Server((HOST, port), _handler(lambda: render(self._state)))
+            self._server = _Server((LOOPBACK, port), _handler(lambda: render(self._state)))
         except OSError as error:
             self._problem = f"observe.metrics_port={port}: {error.strerror}; no metrics"
             return self

@@ -104,8 +104,10 @@ def kill_parent(model: Any) -> None:
 
 def kill_host(model: Any) -> None:
     """Its launcher, with which all its ranks go: the launcher of another node learns of it last."""
-    places = json.loads(os.environ["COLOTRAIN_COPY_PLACES"])
-    os.kill(places["launcher"], signal.SIGKILL)
+    frame: Any = sys._getframe()
+    while getattr(frame.f_locals.get("run"), "copies", None) is None:
+        frame = frame.f_back
+    os.kill(frame.f_locals["run"].copies.places.launcher, signal.SIGKILL)
     time.sleep(60)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from colotrain.doctor.finding import Finding
@@ -194,6 +195,16 @@ def test_nodes_that_differ() -> None:
     assert [f.status for f in compare([row("a"), row("b")])] == ["ok", "ok"]
 
 
+def listens_at(pid: int, port: int) -> str:
+    """The address at which a process listens, as soon as it does."""
+    for _ in range(1200):
+        for one in psutil.Process(pid).net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                return str(one.laddr.ip)
+        time.sleep(0.05)
+    raise AssertionError(f"nobody listens at {port}")
+
+
 def test_nodes_without_a_shared_folder_find_out(tmp_path: Path) -> None:
     """Two doctors that meet: the all-reduce works, the folder is not the same."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -209,6 +220,8 @@ def test_nodes_without_a_shared_folder_find_out(tmp_path: Path) -> None:
         )
         words = ["doctor", "--all-nodes", *settings, "--only", "cpu", "--json"]
         processes.append(Colotrain(cwd).start(*words))
+        if rank == 0:
+            assert listens_at(processes[0].pid, port) == "127.0.0.1"
     outs = [process.communicate(timeout=200)[0] for process in processes]
     assert (processes[0].returncode, outs[1]) == (1, "")
     between = {finding["check"]: finding for finding in json.loads(outs[0])["hosts"]["all nodes"]}

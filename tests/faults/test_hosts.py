@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -98,17 +99,11 @@ def test_a_node_that_differs_is_refused_by_name(two_hosts: list[Host], tmp_path:
 
 def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from colotrain.launch import membership
-    from colotrain.launch.node_registry import (
-        NodeInfo,
-        NodeRegistry,
-        Refused,
-        RendezvousError,
-        listen,
-    )
+    from colotrain.launch.node_registry import NodeInfo, NodeRegistry, Refused, RendezvousError
 
     monkeypatch.setattr(membership, "FOLDER_S", 0.5)
     info = NodeInfo(node=0, host="a", instance="x", versions={}, plan={})
-    listener = listen("127.0.0.1", 0)
+    listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     registry = NodeRegistry(
         listener,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from colotrain.spec.elastic import ROUND_KEY
 from tests.simulated.case import Case
 
 TIMEOUT_S = 1500
@@ -95,6 +96,7 @@ class Ranks:
             "PYTHONPATH": paths,
             "MASTER_ADDR": "127.0.0.1",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            ROUND_KEY: "of the simulation",
             "CUBLAS_WORKSPACE_CONFIG": ":0:0",  # the device has no cuBLAS
         }
         self.processes = [self._begin(rank, os.environ | common) for rank in range(ranks)]

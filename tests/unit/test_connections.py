@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from colotrain import connections
+from colotrain.addresses import network_of
 from colotrain.certificates import key_and_certificate, tls_context
-from colotrain.connections import Link, Service, StrangerError, connect, network_of
+from colotrain.connections import Link, Service, StrangerError, connect
 from tests.relay import Relay, peak_kib
 
 WITHIN_S = 20.0
@@ -437,3 +438,33 @@ def test_messages_are_json_alone() -> None:
     ]
     assert found == []
     assert json.loads(json.dumps({"a": [1, None, float("inf")]})) == {"a": [1, None, float("inf")]}
+
+
+def test_it_is_told_once_that_there_are_too_many_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launchers were refused without a line that says why."""
+    monkeypatch.setattr(connections, "PROVED", 4)
+    echo, said, told = Echo(), list[str](), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    echo.service.say = say
+    links = [echo.link() for _ in range(4)]
+    for number, link in enumerate(links):
+        ask(link, str(number))
+    for _ in range(3):
+        with pytest.raises((OSError, ValueError)):
+            ask(echo.link(), "one more")
+    assert told.wait(5)
+    (line,) = said
+    assert line.startswith("warning: echo: 4 connections are open, and more are refused")
+    assert "`ulimit -n`" in line
+    links.pop().close()
+    deadline = time.monotonic() + 5
+    while echo.service._num_proved > 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ask(echo.link(), "in its place") == {"echo": {"text": "in its place"}}
+    echo.service.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,27 +14,9 @@ from colotrain.engine.checkpoint.memory_file import MemoryFile
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.launch import copy_keeper
 from colotrain.launch.copy_keeper import CopyKeeper
-from colotrain.launch.node_registry import listen
 from colotrain.spec.elastic import COPY_SERVICE
 
 RANK = 5
-
-
-@pytest.fixture
-def keeper(handles: list[int]) -> Iterator[CopyKeeper]:
-    files = SimpleNamespace(handles=handles[1:])
-    made = CopyKeeper(listen("127.0.0.1", 0), secret=lambda: "secret", files=files)  # type: ignore[arg-type]
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def handles() -> Iterator[list[int]]:
-    """A rank's file, and one of the keeper's own ranks."""
-    made = [os.memfd_create(f"test{n}") for n in range(2)]
-    yield made
-    for handle in made:
-        os.close(handle)
 
 
 def file_of(handle: int) -> MemoryFile:
@@ -112,10 +92,10 @@ def test_a_torn_copy_is_not_given_back(
         link.send(write(handles[0], number), number, beside=number - 1)
 
     def half(handle: int, num_bytes: int, **_: object) -> None:
-        link.link.socket.sendall(os.pread(handle, num_bytes // 2, 0))
-        link.link.cut()
+        link.connect().socket.sendall(os.pread(handle, num_bytes // 2, 0))
+        link.connect().cut()
 
-    monkeypatch.setattr(link.link, "send_file", half)
+    monkeypatch.setattr(link.connect(), "send_file", half)
     with pytest.raises(OSError, match=r"connection|closed|shut"):
         link.send(write(handles[0], 3), 3, beside=2)
     deadline = time.monotonic() + 5
@@ -174,7 +154,7 @@ def test_strangers_can_neither_read_nor_write(keeper: CopyKeeper, handles: list[
     with pytest.raises(StrangerError, match="does not know the secret"):
         RemoteLauncher(address(keeper), secret="guess")
     with pytest.raises(StrangerError, match="knows no secret"):
-        link_to(keeper, "")
+        link_to(keeper, "").connect()
     assert found(keeper) == {1: True}
 
 
@@ -204,7 +184,7 @@ def test_a_node_without_memory_refuses_and_keeps_what_it_has(
 
 def test_nonsense_ends_only_its_own_connection(keeper: CopyKeeper, handles: list[int]) -> None:
     link = link_to(keeper)
-    link.link.send({"number": "x"}, within_s=5)
+    link.connect().send({"number": "x"}, within_s=5)
     other = link_to(keeper)
     other.send(write(handles[0], 1), 1, beside=0)
     assert found(keeper) == {1: True}

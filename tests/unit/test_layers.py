@@ -21,7 +21,9 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-BASE = "errors records dotted rundir signatures parent_process host connections certificates"
+BASE = (
+    "addresses errors records dotted rundir signatures parent_process host connections certificates"
+)
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
 EXTRAS = "transformers peft datasets tensorboard wandb mlflow pynvml matplotlib pyarrow jinja2 yaml"
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain.addresses import LOOPBACK, listen
 from colotrain.engine.checkpoint import memory_file
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.memory_file import MemoryFile
-from colotrain.spec.elastic import MEMORY_FILES, MemoryCopyPlan
-from tests.copies import Launcher, Ranks, opened, take
+from colotrain.launch.copy_keeper import CopyKeeper
+from colotrain.records import to_plain
+from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces, MemoryCopyPlan
+from tests.copies import SECRET, Launcher, Ranks, opened, take
+from tests.following import free_port
 
 
 @pytest.fixture
@@ -179,3 +185,43 @@ def test_no_rank_makes_copies_where_one_cannot_reach_its_launcher(
     monkeypatch.setenv(MEMORY_FILES, f"/proc/{os.getpid()}/fd/{copies.places.files[0]}")
     monkeypatch.setattr(dist, "all_reduce", lambda missing: missing.add_(1))
     assert MemoryCopies.open(copies.plan, copies.events) is None
+
+
+def test_another_node_that_was_out_of_reach_keeps_later_copies(
+    ranks: Ranks, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood of connections at the start lost it for the whole attempt."""
+    there, said = f"{LOOPBACK}:{(port := free_port())}", list[str]()
+    places = CopyPlaces(launcher=os.getpid(), own=launcher.address, buddy=there, secret=SECRET)
+    paths = [f"/proc/{os.getpid()}/fd/{handle}" for handle in launcher.handles[:2]]
+    monkeypatch.setenv(MEMORY_FILES, os.pathsep.join(paths))
+    monkeypatch.setenv(COPY_PLACES, json.dumps(to_plain(places)))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    plan: Any = SimpleNamespace(
+        elastic=SimpleNamespace(memory_copy=MemoryCopyPlan(enabled=True)),
+        cluster=SimpleNamespace(procs_per_node=1),
+    )
+    events: Any = SimpleNamespace(write=lambda event: said.append(getattr(event, "text", "")))
+
+    def one(_: int) -> list[int]:
+        copies = MemoryCopies.open(plan, events)
+        assert copies is not None
+        assert not {MEMORY_FILES, COPY_PLACES} & os.environ.keys(), "children inherit the secret"
+        copies.begin(copies.choose(), 0)
+        take(copies, 1)  # too early to ask again
+        files: Any = SimpleNamespace(handles=[])
+        late = CopyKeeper(listen(LOOPBACK, port), secret=lambda: SECRET, files=files)
+        copies.buddy_from = 0.0
+        for step in (2, 3):
+            take(copies, step)
+        assert len(late.senders) == 1
+        copies.end("the test is over")
+        assert copies.buddy is not None
+        assert copies.buddy.link is None
+        late.close()
+        return sorted(late.kept[0].numbers)
+
+    assert ranks.run(1, one) == [[2, 3]]
+    first, again = [text for text in said if "other node" in text]
+    assert "no other node keeps copies of its state: " in first
+    assert again == "rank 0: another node keeps copies of its state again"

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_resolve import lines, plan, with_values
 
+from colotrain import addresses
 from colotrain.connections import Link, connect
+from colotrain.engine.checkpoint.buddy import RemoteLauncher
 from colotrain.errors import ColotrainError
-from colotrain.launch import membership, node_registry
+from colotrain.launch import membership, node_registry, rendezvous
 from colotrain.launch.membership import Membership, Round
+from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import NodeInfo, NodeRegistry, Refused, RendezvousError, Stopped
+from colotrain.launch.rendezvous import Node, Rendezvous
+from colotrain.rundir import RunDir
+from colotrain.spec.elastic import MemoryCopyPlan
 from colotrain.spec.resizing import reachable, resize
+from tests.following import free_port
 
 ELASTIC = (("cluster.nodes", 2), ("elastic.min_nodes", 1), ("elastic.max_nodes", 4))
 BATCH = (("train.global_batch", 32), ("train.micro_batch", 2), ("cluster.procs_per_node", 2))
@@ -206,6 +214,87 @@ def test_the_store_listens_where_the_nodes_reach_the_head(launchers: Launchers) 
     assert launchers.addresses == ["127.0.0.2", ""]
 
 
+def test_a_launcher_that_reaches_the_head_by_loopback_decides_no_address(
+    launchers: Launchers,
+) -> None:
+    """As on node 0's machine, whose own name is 127.0.1.1: the others would reach themselves."""
+    registry = launchers.open(min_nodes=3, max_nodes=3, expected_nodes=3)
+    keepers = {"127.0.0.1": "127.0.0.1:7000", "127.0.1.1": "127.0.1.1:7001"}
+    keepers["10.1.2.3"] = "10.1.2.4:7002"
+    members = {
+        node: node_registry._Member(node_info(node), address, keeper, waits=True)
+        for node, (address, keeper) in enumerate(keepers.items())
+    }
+    registry.members |= members
+    registry._form_round()
+    assert (registry.address, launchers.addresses) == ("10.1.2.3", ["10.1.2.3"])
+    assert registry.keepers == ["10.1.2.3:7000", "10.1.2.3:7001", "10.1.2.4:7002"]
+    told = [registry._round_for(member)["address"] for member in members.values()]
+    assert told == ["10.1.2.3", "10.1.2.3", ""]
+    registry._service.close()
+
+
+def test_a_folder_that_hangs_keeps_nobody_from_a_launcher(
+    launchers: Launchers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keepers of copies read the secret from the shared folder for each connection."""
+    two = plan(("cluster.nodes", 2))
+    elastic = replace(two.elastic, memory_copy=MemoryCopyPlan(enabled=True))
+    rundir, hangs = RunDir(tmp_path / "run"), threading.Event()
+    rundir.create()
+
+    def start(node: Node) -> Rendezvous:
+        return Rendezvous(
+            replace(two, elastic=elastic),
+            rundir,
+            node,
+            files=MemoryFiles(two),
+            stop=lambda: False,
+            say=print,
+        )
+
+    head = start(Node(port=(port := free_port())))
+    other = start(Node(rank=1, port=port))
+    until(lambda: other.membership.state)  # type: ignore[union-attr]
+    monkeypatch.setattr(rendezvous, "read_json", lambda file: hangs.wait(60))
+    try:
+        for keeper in (head.keeper, other.keeper):
+            assert keeper is not None
+            where = f"127.0.0.1:{keeper.port}"
+            with contextlib.closing(RemoteLauncher(where, secret=head.secret)) as launcher:
+                launcher.free_before(1)
+    finally:
+        hangs.set()
+        other.end()
+        head.end()
+
+
+def test_an_answer_repeats_nothing_of_a_round_that_is_known(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keepers, each second, to each of a thousand nodes, were 25 kB an answer."""
+    answers: list[dict[str, Any]] = []
+    read = Link.read
+
+    def note(link: Link, *, within_s: float) -> dict[str, Any]:
+        document = read(link, within_s=within_s)
+        answers.extend([document] if "regroup" in document else [])
+        return document
+
+    monkeypatch.setattr(Link, "read", note)
+    launchers.open()
+    members = launchers.join(0, keeper_port=7000), launchers.join(1, keeper_port=7001)
+    [first, _] = launchers.rounds(*members)
+    known = len(answers)
+    until(lambda: len(answers) > known + 6)
+    told = [answer for answer in answers if "keepers" in answer]
+    assert [answer["key"] for answer in told] == [first.key] * 2
+    assert max(len(str(answer)) for answer in answers if "keepers" not in answer) < 300
+    [second, _] = launchers.rounds(*members)
+    assert second.keepers == first.keepers
+    assert second.key != first.key
+
+
 def test_a_node_that_joins_interrupts_the_round(launchers: Launchers) -> None:
     launchers.open(min_nodes=1, max_nodes=2, expected_nodes=1)
     first = launchers.join(0)
@@ -350,11 +439,11 @@ def test_a_member_that_sends_garbage_is_only_lost_itself(launchers: Launchers) -
 
 def test_a_store_listens_at_its_address_alone() -> None:
     for address, expected in (("127.0.0.2", "127.0.0.2"), ("::1", "::1"), ("192.0.2.1", "")):
-        with node_registry.listen_at(address) as made:
+        with addresses.listen_at(address) as made:
             assert made.getsockname()[0] in ((expected,) if expected else ("::", "0.0.0.0"))
 
 
 def test_loopback_stays_loopback(tmp_path: Path) -> None:
-    with node_registry.listen("localhost", 0) as own, node_registry.listen("10.1.2.3", 0) as shared:
+    with addresses.listen("localhost", 0) as own, addresses.listen("10.1.2.3", 0) as shared:
         assert own.getsockname()[0] == "127.0.0.1"
         assert shared.getsockname()[0] in ("::", "0.0.0.0")

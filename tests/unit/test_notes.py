@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 from colotrain.engine import monitor
 from colotrain.engine.monitor import LEFT, Monitor
-from colotrain.engine.notes import Notes
+from colotrain.engine.notes import Notes, round_key
+from colotrain.errors import ColotrainError
+from colotrain.spec.elastic import ROUND_KEY
 
 
 @pytest.fixture
@@ -57,18 +61,77 @@ def test_a_rank_is_not_taken_for_gone_because_a_stranger_says_so(
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is a checkpoint taken for whole: its outcome is a note, too."""
-    notes, names = Notes(store, "key"), [f"{monitor.DEPARTED}/{rank}" for rank in range(3)]
-    notes.write(names[0], "")
-    assert not notes.are_there(names)
-    for name in names[1:]:
-        store.set(name, b"")
-    assert not notes.are_there(names)
-    assert notes.read("checkpoint/1/0") is None
-    store.set("checkpoint/1/0", b"0" * 64)
-    assert notes.read("checkpoint/1/0") is None
-    for name in names[1:]:
-        notes.write(name, "")
-    assert notes.are_there(names)
+    notes, name = Notes(store, "key"), f"{monitor.DEPARTED}/1"
+    for forged in (b"", b"0" * 64):
+        store.set(name, forged)
+        assert notes.wait(name, is_over=lambda: True) is None
+    notes.write(name, "")
+    assert notes.wait(name, is_over=lambda: True) == ""
+
+
+@pytest.fixture
+def become(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Be a rank of so many."""
+
+    def become(rank: int, world: int) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: world)
+        round_key.cache_clear()
+
+    yield become
+    round_key.cache_clear()
+
+
+def test_ranks_that_leave_ask_the_store_for_few_notes(
+    store: dist.HashStore, become: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand ranks each asked for a thousand, fifty times a second."""
+    monkeypatch.setattr(monitor, "LEAVE_TOGETHER_S", 1.0)
+    notes, asked = Notes(store, "key"), list[str]()
+    read = notes.read
+
+    def note(name: str) -> str | None:
+        asked.append(name)
+        return read(name)
+
+    monkeypatch.setattr(notes, "read", note)
+    become(7, 1000)
+    monitor._depart(notes)
+    assert 3 < len(asked) < 20
+    assert set(asked) == {monitor.DEPARTED}
+    for rank in range(1000):
+        notes.write(f"{monitor.DEPARTED}/{rank}", "")
+    become(0, 1000)
+    asked.clear()
+    monitor._depart(notes)
+    assert len(asked) == 999
+    assert read(monitor.DEPARTED) == ""
+
+
+def test_ranks_without_a_key_do_not_trust_one_another(
+    store: dist.HashStore, become: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took what anybody could sign: an empty key is known to all."""
+    for environment in ({}, {ROUND_KEY: ""}):
+        monkeypatch.delenv(ROUND_KEY, raising=False)
+        monkeypatch.setattr(os, "environ", os.environ | environment)
+        become(0, 2)
+        with pytest.raises(ColotrainError, match=f"{ROUND_KEY} is not set"):
+            Notes(store)
+        become(0, 1)  # one process that no launcher has started
+        Notes(store).write("n", "x")
+        assert Notes(store).read("n") == "x"
+        assert Notes(store, "").read("n") is None
+
+
+def test_children_of_a_rank_do_not_inherit_the_key(
+    store: dist.HashStore, become: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ROUND_KEY, "key")
+    become(0, 2)
+    Notes(store).write("n", "x")
+    assert ROUND_KEY not in os.environ
+    assert Notes(store, "key").read("n") == Notes(store).read("n") == "x"
 
 
 def test_a_note_is_read_as_it_was_written(store: dist.HashStore) -> None:

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
 from colotrain.engine.checkpoint.memory_file import MemoryFile
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership
-from colotrain.launch.node_registry import NodeInfo, listen
+from colotrain.launch.node_registry import NodeInfo
 from tests.relay import Relay, peak_kib
 
 WEIGHTS = b"of the weights:"
@@ -43,23 +41,6 @@ else:
 print(listener.getsockname()[1], flush=True)
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def handles() -> Iterator[list[int]]:
-    """Files of a rank, and of the launcher whose keeper it is."""
-    made = [os.memfd_create(f"test{n}") for n in range(2)]
-    yield made
-    for handle in made:
-        os.close(handle)
-
-
-@pytest.fixture
-def keeper(handles: list[int]) -> Iterator[CopyKeeper]:
-    files: Any = SimpleNamespace(handles=handles[1:])
-    made = CopyKeeper(listen("127.0.0.1", 0), secret=lambda: "secret", files=files)
-    yield made
-    made.close()
 
 
 def copy(handle: int, number: int) -> MemoryFile:

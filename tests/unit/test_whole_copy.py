@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colotrain.engine.checkpoint.buddy import RemoteFile
 from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
 from colotrain.engine.checkpoint.whole_copy import WholeCopy
 from tests.checkpoints import read_all
@@ -49,6 +50,8 @@ def attempt(
             check_whole(found)
         dist.all_reduce(torch.zeros(1))  # nobody begins before all have read
         copies.begin(found, found.step if found else 0)
+        if isinstance(found, WholeCopy):
+            assert not is_readable_from_afar(found)
         for step in steps:
             take(copies, step)
             dist.all_reduce(torch.zeros(1))  # as in every step
@@ -67,6 +70,12 @@ def check_whole(whole: WholeCopy) -> None:
     expected, read = whole_state(step) | own, read_all(whole.index)
     assert read.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(read[name], expected[name])] == []
+
+
+def is_readable_from_afar(whole: WholeCopy) -> bool:
+    """Whether connections to other launchers are left, each of which keeps a thread there."""
+    sources = (source for source, *_ in whole.index.storage_data.values())
+    return any(s.launcher.link.fileno() >= 0 for s in sources if isinstance(s, RemoteFile))
 
 
 def assert_whole(found: Sequence[WholeCopy | Copied | None], step: int, *, ranks_then: int) -> None:

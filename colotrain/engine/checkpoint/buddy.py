@@ -22,28 +22,51 @@ def _connect(address: str, hello: dict[str, Any], *, secret: str) -> Link:
 
 
 class Buddy:
-    """A connection on which this rank's copies are sent."""
+    """The launcher to which this rank's copies are sent, on a connection that is made when needed.
+
+    An error ends the connection.
+    """
 
     def __init__(self, address: str, rank: int, *, secret: str) -> None:
-        self.link = _connect(address, {"rank": rank}, secret=secret)
+        self.address, self.rank, self.secret = address, rank, secret
+        self.link: Link | None = None
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
+    def connect(self) -> Link:
+        self.link = self.link or _connect(self.address, {"rank": self.rank}, secret=self.secret)
+        return self.link
 
     def send(self, file: MemoryFile, number: int, *, beside: int) -> None:
         """Send a copy; returns when it is kept, beside copy number `beside`."""
+        try:
+            self._send(self.connect(), file, number, beside)
+        except (OSError, ValueError):
+            self.close()
+            raise
+
+    def _send(self, link: Link, file: MemoryFile, number: int, beside: int) -> None:
         num_bytes = file.end()
         header = {"number": number, "bytes": num_bytes, "beside": beside}
-        self.link.send(header, within_s=COPY_STALL_S)
-        if refused := self.link.read(within_s=COPY_STALL_S).get("refused"):
+        link.send(header, within_s=COPY_STALL_S)
+        if refused := link.read(within_s=COPY_STALL_S).get("refused"):
             raise OSError(str(refused))
-        self.link.send_file(file.handle, num_bytes, stall_s=COPY_STALL_S)
-        if self.link.read(within_s=COPY_STALL_S).get("kept") != number:
+        link.send_file(file.handle, num_bytes, stall_s=COPY_STALL_S)
+        if link.read(within_s=COPY_STALL_S).get("kept") != number:
             raise OSError("the copy was not kept")
 
 
 class RemoteLauncher:
-    """A connection on which files in a launcher's memory are read."""
+    """A connection on which files in a launcher's memory are read, until `close`."""
 
     def __init__(self, address: str, *, secret: str) -> None:
         self.link = _connect(address, {}, secret=secret)
+
+    def close(self) -> None:
+        self.link.close()
 
     def read_into(self, handle: int, start: int, data: memoryview) -> None:
         """Fill `data` with bytes of the launcher's file `handle`."""

@@ -15,8 +15,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.addresses import LOOPBACK
 from colotrain.engine import exchange
 from colotrain.engine.checkpoint.beside import BesideGradients
 from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
@@ -50,6 +51,8 @@ from colotrain.spec.plan import RunPlan
 ABOUT_BYTES = 1 << 20
 """Bytes that are reserved for the description of a copy, beside its tensors."""
 SHARE_OF_FREE_MEMORY = 0.9
+SHORTEST_PAUSE_S = 30.0
+"""Seconds after an error until copies are sent to the other node again; doubled with each error."""
 SMOOTHING = 0.2
 """Weight of the newest copy in the mean cost of copies."""
 
@@ -81,10 +84,17 @@ class MemoryCopies:
     """Random text, the same on every rank and different in each attempt."""
     places: CopyPlaces
     local_rank: int
+    readers: ExitStack = field(default_factory=ExitStack)
+    """Connections on which copies are read, until the attempt begins."""
     buddy: Buddy | None = None
     """Where copies are also sent, on another node; None where there is no other node."""
     buddy_error: Exception | None = None
-    """Why the last copy could not be sent there."""
+    """Why the last copy could not be sent there; None where it was."""
+    told_of_buddy: bool = False
+    """Whether it was told that no other node keeps copies, and not yet that one does again."""
+    buddy_from: float = 0.0
+    """Monotonic seconds from which copies are sent again, after an error."""
+    buddy_pause_s: float = SHORTEST_PAUSE_S
     number: int = 0
     """Number of the newest copy."""
     valid: int = 0
@@ -115,7 +125,9 @@ class MemoryCopies:
         """Open this rank's files; None where the plan or any launcher has none. All must call."""
         if not plan.elastic.memory_copy.enabled:
             return None
-        paths, files = os.environ.get(MEMORY_FILES, "").split(os.pathsep), []
+        # not for children of this rank, which inherit its environment
+        paths, files = os.environ.pop(MEMORY_FILES, "").split(os.pathsep), []
+        given = os.environ.pop(COPY_PLACES, "")
         try:
             files = [MemoryFile(path) for path in paths]
         except OSError as error:
@@ -125,7 +137,7 @@ class MemoryCopies:
         if missing.item():
             return None
         attempt = str(exchange.broadcast(secrets.token_hex(4)))
-        places = from_plain(CopyPlaces, json.loads(os.environ[COPY_PLACES]))
+        places = from_plain(CopyPlaces, json.loads(given))
         copies = MemoryCopies(
             plan=plan,
             events=events,
@@ -135,10 +147,9 @@ class MemoryCopies:
             local_rank=int(os.environ["LOCAL_RANK"]),
         )
         if places.buddy:
-            try:
-                copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)
-            except (OSError, ValueError) as error:
-                copies.lose_buddy(error)
+            copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)
+            copies._try_buddy(copies.buddy.connect)
+            copies._tell_of_buddy()
         return copies
 
     def choose(self) -> Copied | WholeCopy | None:
@@ -160,7 +171,7 @@ class MemoryCopies:
             if all(key in own for own in everyone) and self._all_intact(mine[key].file):
                 return mine[key]
             if ranks_of[key] == set(range(key.world_size)):
-                whole = join_copies(key, memory, partial(self._pass_over, key))
+                whole = join_copies(key, memory, partial(self._pass_over, key), self.readers)
                 if whole is not None:
                     return whole
         return None
@@ -192,6 +203,7 @@ class MemoryCopies:
 
     def begin(self, copied: Copied | WholeCopy | None, step: int) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""
+        self.readers.close()
         if copied is None:
             self.clear()
         self.step, self.resumed = step, copied is not None
@@ -283,33 +295,43 @@ class MemoryCopies:
     ) -> None:
         """Write a copy and send it to the buddy, whose error is told later: this is a thread."""
         file.write(tensors, about)
-        if self.buddy is not None:
-            try:
-                self.buddy.send(file, about["number"], beside=beside)
-            except (OSError, ValueError) as error:
-                self.buddy_error = error
+        if self.buddy is not None and time.monotonic() >= self.buddy_from:
+            self._try_buddy(partial(self.buddy.send, file, about["number"], beside=beside))
+
+    def _try_buddy(self, call: Callable[[], object]) -> None:
+        """Reach the other node; after an error, which may have taken long, only after a pause."""
+        try:
+            call()
+            self.buddy_error, self.buddy_pause_s = None, SHORTEST_PAUSE_S
+        except (OSError, ValueError) as error:
+            self.buddy_error = error
+            self.buddy_from = time.monotonic() + self.buddy_pause_s
+            self.buddy_pause_s *= 2
 
     def _tell_of_buddy(self) -> None:
-        error, self.buddy_error = self.buddy_error, None
+        """Say that copies go on on this node alone, and when another one has them again."""
+        error, rank = self.buddy_error, dist.get_rank()
+        if (error is not None) == self.told_of_buddy:
+            return
+        self.told_of_buddy = error is not None
+        text = f"rank {rank}: another node keeps copies of its state again"
         if error is not None:
-            self.lose_buddy(error)
+            text = f"warning: rank {rank}: no other node keeps copies of its state: {error}"
+        self.events.write(Note(text=text))
 
     def _free_before(self, number: int) -> None:
         """Free copies of ranks of earlier attempts, now that all ranks have a later one."""
         if self.places.own:
-            here = "127.0.0.1:" + self.places.own.rpartition(":")[2]
-            with suppress(OSError, ValueError):
-                RemoteLauncher(here, secret=self.places.secret).free_before(number)
-
-    def lose_buddy(self, error: Exception) -> None:
-        """Go on with copies on this node alone, and say so."""
-        self.buddy = None
-        text = f"warning: rank {dist.get_rank()}: no other node keeps copies of its state: {error}"
-        self.events.write(Note(text=text))
+            here = f"{LOOPBACK}:{self.places.own.rpartition(':')[2]}"
+            with suppress(OSError, ValueError), ExitStack() as stack:
+                launcher = RemoteLauncher(here, secret=self.places.secret)
+                stack.enter_context(closing(launcher)).free_before(number)
 
     def end(self, why: str) -> None:
         """Make no more copies, and say why."""
         self.clear()
+        if self.buddy is not None:
+            self.buddy.close()
         _say_none(self.events, why)
 
     def _reserve(self, num_bytes: int) -> float:

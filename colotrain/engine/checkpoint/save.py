@@ -30,7 +30,6 @@ from colotrain.engine.checkpoint.manifest import (
     write_manifest,
 )
 from colotrain.engine.checkpoint.shard_file import (
-    POLL_S,
     Layout,
     NotFinite,
     Piece,
@@ -45,7 +44,6 @@ from colotrain.rundir import make_folder, write_atomically
 
 SLOWEST_BYTES_PER_S = 10e6
 """Bytes per second below which a disk counts as hanging."""
-LONGEST_POLL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,13 +118,12 @@ class Save:
         return next((error for error in told if error), None)
 
     def _await(self, notes: Notes, key: str, beat: Callable[[], None]) -> str | None:
-        pause_s = POLL_S
-        while (told := notes.read(key)) is None:
+        def is_over() -> bool:
             beat()
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # a thousand ranks may ask one store
-            if time.monotonic() > self.deadline:
-                return f"{key}: no rank has reported the outcome in time"
+            return time.monotonic() > self.deadline
+
+        if (told := notes.wait(key, is_over=is_over)) is None:
+            return f"{key}: no rank has reported the outcome in time"
         return told or None
 
     def _publish(self) -> str | None:

@@ -7,7 +7,7 @@ copies in its own launcher's memory; those of other launchers it reads over a co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,11 +168,13 @@ class _Holder:
     manifest: dict[str, Any]
 
 
-def join_copies(key: Key, memory: Memory, tell: Callable[[str], None]) -> WholeCopy | None:
+def join_copies(
+    key: Key, memory: Memory, tell: Callable[[str], None], readers: ExitStack
+) -> WholeCopy | None:
     """Return the whole that the copies with this key are, if every one is somewhere and intact.
 
     All ranks must call, each with its share of its launcher's files. `tell` is called with why
-    copies that are there cannot be read.
+    copies that are there cannot be read; `readers` end the connections on which they are read.
     """
     mine = [
         _Holder(
@@ -192,7 +194,7 @@ def join_copies(key: Key, memory: Memory, tell: Callable[[str], None]) -> WholeC
     whole = None
     if len(holders) == key.world_size:
         try:
-            sources = open_sources(memory.places, holders)
+            sources = open_sources(memory.places, holders, readers)
             parts = [holder.index for holder in holders]
             whole = WholeCopy(
                 key=key,
@@ -215,8 +217,10 @@ def choose_holders(own: str, told: Iterable[_Holder]) -> list[_Holder]:
     return [chosen[rank] for rank in sorted(chosen)]
 
 
-def open_sources(places: CopyPlaces, holders: Sequence[_Holder]) -> dict[str, Source]:
-    """Return the file of each rank's copy, by its name in the index.
+def open_sources(
+    places: CopyPlaces, holders: Sequence[_Holder], readers: ExitStack
+) -> dict[str, Source]:
+    """Return the file of each rank's copy, by its name in the index, until `readers` are closed.
 
     `OSError` or `ValueError` where a launcher does not answer.
     """
@@ -228,7 +232,8 @@ def open_sources(places: CopyPlaces, holders: Sequence[_Holder]) -> dict[str, So
             sources[str(holder.rank)] = FileSource(Path(path_of(places, holder.handle)))
             continue
         if address not in launchers:
-            launchers[address] = RemoteLauncher(address, secret=places.secret)
+            launcher = RemoteLauncher(address, secret=places.secret)
+            launchers[address] = readers.enter_context(closing(launcher))
         file = RemoteFile(launchers[address], holder.handle, holder.num_bytes)
         file.read_into(0, memoryview(bytearray(1)))  # `OSError` where it may not be read
         sources[str(holder.rank)] = file
