@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.pipeline.stage import Passed
 from colotrain.engine.sharding.sharded_model import begin_backward, begin_forward, reshard
@@ -189,7 +190,7 @@ def weighted_output(
 
 def _of_batch_norm(model: nn.Module, error: ValueError) -> ColotrainError | None:
     """The error of a batch normalization that has one value per channel; None for another one."""
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in module_tree.named_modules(model)}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, BatchNorms) and module in names and "per channel" in str(error):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.engine import exchange
 from colotrain.engine.raw_bytes import bytes_of
@@ -66,16 +67,21 @@ def _compare(own: dict[str, str]) -> None:
 
 def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield a description of each parameter and buffer, with a digest of values that it has."""
-    yield "the model's parameters", ", ".join(name for name, _ in model.named_parameters())
-    for name, parameter in model.named_parameters():
+    yield (
+        "the model's parameters",
+        ", ".join(name for name, _ in module_tree.named_parameters(model)),
+    )
+    for name, parameter in module_tree.named_parameters(model):
         trains = "trained" if parameter.requires_grad else "frozen"
         yield f"parameter {name}", f"{_describe(parameter)} {trains}"
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not any(parameter.is_meta for parameter in module_tree.parameters(model)):
         yield from _describe_buffers(model)  # otherwise init_weights() may still fill them
 
 
 def _describe_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    return ((f"buffer {name}", _describe(buffer)) for name, buffer in model.named_buffers())
+    return (
+        (f"buffer {name}", _describe(buffer)) for name, buffer in module_tree.named_buffers(model)
+    )
 
 
 def describe_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:

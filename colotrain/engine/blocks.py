@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from colotrain import module_tree
 from colotrain.engine.changed_inputs import when_inputs_change
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.errors import UsageError
@@ -100,7 +101,7 @@ def _keeping(module: nn.Module) -> Callable[..., Any]:
 def _has_backward(module: nn.Module, args: Any, kwargs: Any) -> bool:
     if not torch.is_grad_enabled():
         return False
-    tensors = (*module.parameters(), *tree_leaves((args, kwargs)))
+    tensors = (*module_tree.parameters(module), *tree_leaves((args, kwargs)))
     return any(tensor.requires_grad for tensor in tensors if isinstance(tensor, Tensor))
 
 

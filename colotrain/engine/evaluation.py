@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, to_device, weighted_output
@@ -37,7 +38,7 @@ def evaluate(run: Run) -> None:
     plan, model, data = run.plan, run.sharded.module, run.validation_data
     if plan.train.eval_steps == 0 or data is None:
         return
-    training = {module: module.training for module in model.modules()}
+    training = {module: module.training for module in module_tree.modules(model)}
     model.eval()
     with interruptible(run, "evaluation"), exported_buffers(run):
         sums, metrics = sum_losses(run, data)
@@ -67,7 +68,7 @@ def exported_buffers(run: Run) -> Iterator[None]:
     if run.plan.world_size == 1 or run.plan.mesh.together > 1:
         yield
         return
-    owners = run.sharded.module.modules()
+    owners = module_tree.modules(run.sharded.module)
     kept = [m._buffers[name] for m in owners for name in m._buffers if is_persistent(m, name)]
     own = [buffer for buffer in kept if buffer is not None and buffer.is_floating_point()]
     before = [buffer.clone() for buffer in own]

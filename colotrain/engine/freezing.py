@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.spec.plan import FreezePlan
 
 BY_MODEL = "requires_grad"
@@ -62,7 +63,7 @@ def unfrozen_later(model: nn.Module, plan: FreezePlan) -> set[str]:
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return each parameter's names: several where it is tied, the first one its own."""
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.loss_calls import LossCall, LossCalls, entry_of, shift_in
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.unchanged import unchanged
@@ -164,7 +165,7 @@ class _Trial:
             stage.forward_until_loss(model, inputs_of(model, batch))
         if not stage.is_last or time.monotonic() > self.until:
             return None
-        attributes = {module: dict(vars(module)) for module in model.modules()}
+        attributes = {module: dict(vars(module)) for module in module_tree.modules(model)}
         try:
             with LossCalls() as calls:
                 output = output_of(model, batch)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from colotrain import module_tree
+
 Block = tuple[str, nn.Module]
 Group = tuple[str, list[nn.Module]]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -20,7 +22,8 @@ def find_blocks(model: nn.Module) -> list[Block]:
     candidates = repeated_modules(model)
     owners: dict[nn.Parameter, set[int]] = {}
     inside = {name: index for index, (name, _) in enumerate(candidates)}
-    for path, module in model.named_modules(remove_duplicate=False):  # a module may have two paths
+    all_paths = module_tree.named_modules(model, remove_duplicate=False)  # of a module several
+    for path, module in all_paths:
         parts = path.split(".")
         known_as = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         index = next((inside[name] for name in known_as if name in inside), -1)
@@ -37,7 +40,7 @@ def repeated_modules(model: nn.Module) -> list[Block]:
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
-    for name, child in module.named_children():
+    for name, child in module_tree.named_children(module):
         path = f"{prefix}{name}"
         if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
             if parameter_bytes(child) and _is_repeated(child, module):
@@ -47,13 +50,13 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
 
 
 def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
-    return sum(type(other) is type(child) for other in container.children()) > 1
+    return sum(type(other) is type(child) for other in module_tree.children(container)) > 1
 
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that a group can hold; scalars and empty ones are never sharded."""
-    return [p for p in module.parameters() if p.ndim and p.numel()]
+    return [p for p in module_tree.parameters(module) if p.ndim and p.numel()]
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(p.numel() * p.element_size() for p in module_tree.parameters(module))

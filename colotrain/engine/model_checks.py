@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.model_blocks import Group, sharded_parameters
 from colotrain.errors import ConfigError, Problem
@@ -21,7 +22,8 @@ def check_dtypes(
     model: nn.Module, groups: list[Group], plan: ModelPlan, freeze: FreezePlan
 ) -> None:
     """Refuse a group that trains parameters of two dtypes, because they are reduced together."""
-    names, later = {p: n for n, p in model.named_parameters()}, unfrozen_later(model, freeze)
+    names = {parameter: name for name, parameter in module_tree.named_parameters(model)}
+    later = unfrozen_later(model, freeze)
     seen: set[nn.Parameter] = set()
     for _, modules in (*groups, ("", [model])):  # inner modules come before those around them
         inside = [p for m in modules for p in sharded_parameters(m) if p not in seen]
@@ -44,7 +46,7 @@ def check_parameters(model: nn.Module, plan: ModelPlan) -> None:
 
 def check_precision(model: nn.Module, precision: str) -> None:
     """Raise `ConfigError` where the compute precision would drop a parameter's imaginary part."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         if parameter.is_complex() and precision != "fp32":
             expected = f"fp32 ({name} has complex numbers)"
             raise ConfigError([Problem(key="train.precision", value=precision, expected=expected)])
@@ -52,7 +54,7 @@ def check_precision(model: nn.Module, precision: str) -> None:
 
 def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
     """Yield what is expected instead, and how to fix it."""
-    for name, module in model.named_modules():
+    for name, module in module_tree.named_modules(model):
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if sparse and module.weight.requires_grad:
             yield {
@@ -61,21 +63,27 @@ def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
                 "fix": "make the embedding with sparse=False",
             }
     yield from _shares_memory(model)
-    given = set(model.parameters())
-    own = {name for name, _ in nn.Module.named_parameters(model)}
-    for name, parameter in model.named_parameters():
-        if name not in own:
+    for name, module in module_tree.named_modules(model):
+        if [*module.children()] != [*module_tree.children(module)]:
             yield {
-                "expected": f"named_parameters() that names them as the modules do (it has {name})",
-                "fix": "leave named_parameters() as it is",
+                "expected": f"children() that gives out all modules (that of {name or 'the model'} "
+                "does not, and torch would not shard the others)",
+                "fix": "leave children() and named_children() as they are",
             }
+    given, own = set(model.parameters()), dict(module_tree.named_parameters(model))
+    for name in (name for name, _ in model.named_parameters() if name not in own):
+        yield {
+            "expected": f"named_parameters() that names them as the modules do (it has {name})",
+            "fix": "leave named_parameters() as it is",
+        }
+    for name, parameter in own.items():
         if parameter.requires_grad and parameter not in given:
             yield {
                 "expected": "parameters() that gives out all that train (its own leaves out "
                 f"{name})",
                 "fix": "freeze what shall not train (requires_grad_(False))",
             }
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         if nn.parameter.is_lazy(parameter):
             yield {
                 "expected": f"parameters with a shape ({name} has none yet: a lazy module)",
@@ -92,7 +100,7 @@ def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
 def _shares_memory(model: nn.Module) -> Iterator[dict[str, str]]:
     """Yield tensors that share a parameter's memory: after sharding they would not follow it."""
     known: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *_kept_tensors(model)):
+    for name, tensor in (*module_tree.named_parameters(model), *_kept_tensors(model)):
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if not plain or not tensor.numel():
             continue
@@ -111,8 +119,8 @@ def _shares_memory(model: nn.Module) -> Iterator[dict[str, str]]:
 
 def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers, and tensors in modules' attributes, lists and dicts; no parameters."""
-    for prefix, module in model.named_modules():
-        for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+    for prefix, module in module_tree.named_modules(model):
+        for key, value in (*vars(module).items(), *module._buffers.items()):
             leaves = tree_leaves(value) if key not in CONTENTS else ()
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.spec.precisions import PRECISIONS
 
 KEPT = ("labels", "label", "targets", "target", "y", "reference_log_probs")
@@ -96,7 +97,7 @@ def keep_statistics_exact_(model: nn.Module) -> None:
 
     torch's batch normalisation supports half-precision inputs only with all the rest in float32.
     """
-    for module in model.modules():
+    for module in module_tree.modules(model):
         statistics = getattr(module, "running_mean", None)
         if isinstance(statistics, Tensor) and statistics.dtype == torch.float32:
             module.forward = partial(_with_exact_weights, module, module.forward)

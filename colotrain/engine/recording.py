@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from colotrain import module_tree
 from colotrain.dotted import described
 from colotrain.engine.gradients.statistics import Recorder
 from colotrain.engine.precision import dtype_of
@@ -74,7 +75,7 @@ def record_memory(run: Run, peak: int) -> None:
     """
     if run.tiers is not None or run.optimizer.torch is None:
         return
-    grads = [p.grad for p in run.sharded.module.parameters() if p.grad is not None]
+    grads = [p.grad for p in module_tree.parameters(run.sharded.module) if p.grad is not None]
     held = {
         **lasting_bytes(run),
         "gradients": sum(local_shard(grad).nbytes for grad in grads),

@@ -7,6 +7,7 @@ spike need not come back.
 
 from __future__ import annotations
 
+from colotrain import module_tree
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.choosing import choose
 from colotrain.engine.checkpoint.manifest import read_manifest
@@ -42,7 +43,7 @@ def roll_back_(run: Run) -> None:
     left_at = run.step
     gradients.clear_(run.sharded.module)
     manifest = read_manifest(path)
-    for name, parameter in run.sharded.module.named_parameters():
+    for name, parameter in module_tree.named_parameters(run.sharded.module):
         if manifest.frozen.get(name) == BY_MODEL:
             parameter.requires_grad_(False)
     freeze_as_of(run, manifest.step)

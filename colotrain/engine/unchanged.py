@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.engine import generators
 from colotrain.torch_internals import BatchNorms, Dropouts
 
@@ -19,7 +20,7 @@ def unchanged(model: nn.Module, device: torch.device, *, everything: bool = True
     Without `everything` only dropout and batch normalization are in evaluation mode: a model may
     have no loss in it.
     """
-    modes = {module: module.training for module in model.modules()}
+    modes = {module: module.training for module in module_tree.modules(model)}
     states = generators.states(device)
     evaluated = [m for m in modes if isinstance(m, BatchNorms | Dropouts)]
     for module in [model] if everything else evaluated:
@@ -36,7 +37,12 @@ def unchanged(model: nn.Module, device: torch.device, *, everything: bool = True
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Restore buffers that forwards in the context change, such as running means."""
-    owners = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+    owners = [
+        (m, n, b)
+        for m in module_tree.modules(model)
+        for n, b in m._buffers.items()
+        if b is not None
+    ]
     before = [buffer.clone() for *_, buffer in owners]
     try:
         yield

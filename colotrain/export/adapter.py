@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.engine.checkpoint.checkpoint import step_of
 from colotrain.engine.freezing import freeze_, names_of
 from colotrain.errors import UsageError
@@ -69,7 +70,7 @@ def _trained_modules(job: Job, model: nn.Module) -> list[str]:
             for name in names:
                 found[_checked_owner(name, layers)] = None
     modules = [name for name in found if not any(name.startswith(f"{a}.") for a in found)]
-    everything = [name for name, _ in model.named_modules()]
+    everything = [name for name, _ in module_tree.named_modules(model)]
     for module in modules:
         alike = [name for name in everything if name.endswith(module) and name != module]
         if alike:

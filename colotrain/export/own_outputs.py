@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.data.read.loader import (
     BatchLoader,
     Samples,
@@ -39,12 +40,15 @@ def own_model(plan: RunPlan, stored: CheckpointTensors, *, written: torch.dtype 
     """
     model = build_whole(plan.model, seed=plan.train.seed).eval()
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in [
+            *module_tree.named_parameters(model),
+            *module_tree.named_buffers(model),
+        ]:
             if name in stored.entries:
                 tensor.copy_(stored.entries[name].read())
         if written is not None:
             _merge_(model)
-            for _, parameter in model.named_parameters():
+            for _, parameter in module_tree.named_parameters(model):
                 parameter.copy_(parameter.to(written))
     attach_(model, plan.model)
     return model

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.freezing import names_of
 from colotrain.errors import UsageError
 from colotrain.export.job import Job, on_meta
@@ -84,7 +85,7 @@ def base_entries(job: Job) -> dict[str, Entry]:
     if plan.hf is not None:
         stored, model = StoredTensors(weight_files(Path(plan.hf))), on_meta(plan)
         found = sources_of(model).found
-        dtypes = {n: p.dtype for n, p in model.named_parameters()}
+        dtypes = {n: p.dtype for n, p in module_tree.named_parameters(model)}
         drawn = huggingface.missing_values(model, plan, job.plan.train.seed)
         read = {n: _stored_entry(n, stored, found[n], dtypes[n]) for n in left_out if n in found}
         return read | {n: _whole_entry(n, drawn[n]) for n in left_out if n in drawn}

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.models.filling import Shards
 from colotrain.models.seeding import generator_of
@@ -79,7 +80,7 @@ def attach_(model: nn.Module, plan: AdapterPlan) -> None:
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every layer that an adapter can be put on: nn.Linear, and GPT-2's Conv1D."""
-    for name, module in model.named_modules():
+    for name, module in module_tree.named_modules(model):
         if type(module).__name__ not in BYPASSED and features(module) is not None:
             yield name, module
 
@@ -138,7 +139,7 @@ def is_target(name: str, globs: tuple[str, ...]) -> bool:
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that have an adapter, by name."""
-    return {name: m for name, m in model.named_modules() if is_adapted(m)}
+    return {name: m for name, m in module_tree.named_modules(model) if is_adapted(m)}
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -149,7 +150,7 @@ def is_adapted(module: nn.Module) -> bool:
 def own_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every named module that the model has without its adapters."""
     layers = adapted(model)
-    for name, module in model.named_modules():
+    for name, module in module_tree.named_modules(model):
         layer, _, own = name.rpartition(".")
         if layer not in layers or own not in (A, B, DROPOUT):
             yield name, module

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from colotrain import module_tree
 from colotrain.errors import UsageError
 from colotrain.torch_internals import saves_tensors_by_hooks, storage_id
 
@@ -123,7 +124,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def divide_sequences_(model: nn.Module, shard: SequenceShard) -> None:
     """Let `model`, which must have `sequence_shard`, train on the part that `shard` describes."""
-    for module in model.modules():
+    for module in module_tree.modules(model):
         setattr(module, ATTRIBUTE, shard)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.errors import ColotrainError
 from colotrain.models.seeding import generator_of
 from colotrain.torch_internals import DisableTorchFunction, storage_id, tree_leaves
@@ -97,7 +98,7 @@ class ParameterFiller:
     ) -> None:
         self.shards = shards
         slots: dict[nn.Parameter, Slot] = {}
-        for prefix, module in model.named_modules():
+        for prefix, module in module_tree.named_modules(model):
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue

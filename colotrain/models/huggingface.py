@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
@@ -119,7 +120,10 @@ def fill_(
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
     found = sources_of(model).found
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {
+        **dict(module_tree.named_parameters(model)),
+        **dict(module_tree.named_buffers(model)),
+    }
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in found and name not in given:
@@ -168,7 +172,8 @@ def has_other_files(model: nn.Module) -> bool:
     """Whether the model's files have other names or parts of tensors than the model."""
     if is_from_directory(model):
         return bool(sources_of(model).transforms)
-    like = {name: torch.empty_like(t, device="meta") for name, t in model.named_parameters()}
+    known = module_tree.named_parameters(model)
+    like = {name: torch.empty_like(tensor, device="meta") for name, tensor in known}
     return as_stored(model, like).keys() != like.keys()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.models.stored import StoredTensors
 
 _layer_number = re.compile(r"\.\d+\.")
@@ -168,7 +169,7 @@ def find_sources_(model: Any, files: StoredTensors) -> Sources:
     found = {n: s for n, others in _known_as(model) if (s := _first(places, others))}
     used = {name for source in places.values() for name in source.names}
     unused = {renamed.get(name, name) for name in set(files) - used}
-    missing = tuple(name for name, _ in model.named_parameters() if name not in found)
+    missing = tuple(name for name, _ in module_tree.named_parameters(model) if name not in found)
     return Sources(
         found=found, missing=missing, untied=untied, unused=unused, transforms=transforms
     )
@@ -208,7 +209,7 @@ def extend_vocabulary_(model: Any, found: dict[str, Source]) -> None:
     if rows is None:
         return
     of_tokens = {id(parameter) for parameter in _of_tokens(model)}
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         source, shape = found.get(name), tuple(parameter.shape)
         if id(parameter) in of_tokens and isinstance(source, Stored | Converted):
             more = source.shape[:1] < shape[:1] == (rows,)
@@ -255,12 +256,14 @@ def _of_tokens(model: Any) -> list[nn.Parameter]:
 def _known_as(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Each parameter and persistent buffer, with all of its names."""
     aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         yield name, aliases[id(parameter)]
     persistent = model.state_dict().keys()
-    yield from ((name, [name]) for name, _ in model.named_buffers() if name in persistent)
+    yield from (
+        (name, [name]) for name, _ in module_tree.named_buffers(model) if name in persistent
+    )
 
 
 def _candidates(model: nn.Module, name: str) -> list[str]:
@@ -326,7 +329,7 @@ def more_layers(
 
     `ignored` are regular expressions of names that may be in the files without being used.
     """
-    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    lists = {n: len(m) for n, m in module_tree.named_modules(model) if isinstance(m, nn.ModuleList)}
     base = _prefix(model)
     lists |= {n.removeprefix(base): count for n, count in lists.items()}
     for name in sorted(unused):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.models.seeding import seeded
 
 
@@ -79,12 +80,12 @@ def draw_(model: Any, names: Sequence[str], *, seed: int) -> list[Tensor]:
     ties = dict(model.all_tied_weights_keys)
     for target in ties:
         _replace_(model, target, torch.empty_like(model.get_parameter(target)))
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*module_tree.parameters(model), *module_tree.buffers(model)):
         tensor._is_hf_initialized = True
     drawn = [ties.get(name, name) for name in names]
     for name in drawn:
         _replace_(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
-    for module in model.modules():
+    for module in module_tree.modules(model):
         module._is_hf_initialized = False
     with seeded(seed):
         model.initialize_weights()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem
 from colotrain.models.huggingface_files import (
     Sources,
@@ -42,7 +43,10 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
     sources = find_sources_(model, files)
     extend_vocabulary_(model, sources.found)
     problems = []
-    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+    for name, tensor in {
+        **dict(module_tree.named_parameters(model)),
+        **dict(module_tree.named_buffers(model)),
+    }.items():
         source = sources.found.get(name)
         if source is not None and source.shape != tuple(tensor.shape):
             problems.append(f"{name} is {source.shape}, not {tuple(tensor.shape)}")
@@ -60,7 +64,7 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
     model.__dict__[SOURCES] = sources
     if (lost := damaged(missing_in(model), sources.found)) is not None:
         problems.append(f"{lost} is missing, and other layers have theirs")
-    elif not any(name in sources.found for name, _ in model.named_parameters()):
+    elif not any(name in sources.found for name, _ in module_tree.named_parameters(model)):
         problems.append(f"none of its tensors is one of a {type(model).__name__}")
     if problems:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -120,7 +124,7 @@ def keep_in_float32_(model: nn.Module, dtype: torch.dtype) -> None:
     found = sources_of(model).found
     patterns = patterns_in_float32(model, dtype)
     kept = {name for name in found if any(re.search(p, name) for p in patterns)}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*module_tree.named_parameters(model), *module_tree.named_buffers(model)):
         if name in kept:
             tensor.data = tensor.data.float()
 

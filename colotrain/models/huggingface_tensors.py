@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.models.huggingface_internals import tp_plan_of
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.tensor_parallel import DIVISIONS
@@ -55,7 +56,7 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
     dropout = getattr(config, "attention_dropout", 0.0)
     if dropout:
         return Divisions(against=f"attention_dropout={dropout} would differ from one process")
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in module_tree.named_modules(model)]
     heads = config.num_attention_heads
     sizes = {"num_attention_heads": heads}
     sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
@@ -76,7 +77,9 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
 
 def _treats_tokens_alike(model: nn.Module, divisions: Divisions) -> bool:
     """Whether layers treat tokens one by one outside of their parts, and none at random."""
-    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    draws = any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in module_tree.modules(model)
+    )
     return not draws and not balances_experts(model) and layers_of(model, divisions) is not None
 
 
@@ -95,7 +98,7 @@ def _vocabulary_of(model: Any) -> list[str]:
     if head is None or holds_all_logits(model) or (tied and not plain):
         return []
     divided = (head, embedding) if plain else (head,)
-    return [name for name, module in model.named_modules() if module in divided]
+    return [name for name, module in module_tree.named_modules(model) if module in divided]
 
 
 def _works_on_parts(model: nn.Module, divisions: Divisions) -> str:
@@ -104,8 +107,12 @@ def _works_on_parts(model: nn.Module, divisions: Divisions) -> str:
     Where all of them gather their outputs it works on whole ones, as OLMo 2's norms do.
     """
     styles = divisions.styles.items()
-    for name, parent in model.named_modules():
-        children = [f"{name}.{key}" for key, c in parent.named_children() if [*c.parameters()]]
+    for name, parent in module_tree.named_modules(model):
+        children = [
+            f"{name}.{key}"
+            for key, c in module_tree.named_children(parent)
+            if [*module_tree.parameters(c)]
+        ]
         known = {c: next((s for g, s in styles if fnmatch.fnmatchcase(c, g)), "") for c in children}
         if "colwise" in known.values() and "" in known.values():
             return next(child for child, style in known.items() if not style)

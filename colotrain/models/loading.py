@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colotrain import module_tree
 from colotrain.dotted import described, import_target, is_users, shown_path
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
@@ -60,7 +61,7 @@ def _with_values(plan: ModelPlan) -> nn.Module:
         model = _call_target(plan)
     except RuntimeError as error:  # on meta this only says that real tensors are needed
         raise _refused(plan, error) from error
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*module_tree.named_parameters(model), *module_tree.named_buffers(model)]:
         if tensor.is_meta:
             raise ColotrainError(
                 f"model.target={plan.target}: {name} is on the meta device, without a value",
@@ -99,12 +100,12 @@ def _lost(model: nn.Module, mode: _Unfilled) -> str:
         return "the model has no init_weights()"
     if _is_transformers(model):
         return "it is a model of transformers: give its directory as model.hf"
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         if not parameter.is_meta:
             return f"{name} has its value already"
         if line := mode.line_of(parameter):
             return f"{name} gets a value outside of init_weights() and reset_parameters() ({line})"
-    computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    computed = [name for name, buffer in module_tree.named_buffers(model) if buffer.is_meta]
     return f"the buffer {computed[0]} is computed from parameters" if computed else ""
 
 
@@ -126,7 +127,7 @@ def begin_training_(model: nn.Module) -> None:
     if not model.training or type(model).train is not nn.Module.train:
         model.train()  # transformers' from_pretrained leaves it in evaluation mode
         return
-    for child in model.children():
+    for child in module_tree.children(model):
         if child.training:
             begin_training_(child)
 
@@ -134,7 +135,7 @@ def begin_training_(model: nn.Module) -> None:
 def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
     """The unsharded model, for one process, with the initial weights of the sharded one."""
     model = build(plan, seed=seed)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in module_tree.parameters(model)):
         allocate_(model, device="cpu")
         fill_(model, plan, seed=seed)
     return model
@@ -155,7 +156,7 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
         except Exception:  # whatever a constructor raises that looks at values
             return None
         model.__dict__[_INIT_CALLED] = mode.init_called
-    if not all(parameter.is_meta for parameter in model.parameters()):
+    if not all(parameter.is_meta for parameter in module_tree.parameters(model)):
         return None
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
@@ -175,9 +176,11 @@ def allocate_(
     Parameters in `elsewhere` stay on the meta device.
     """
     ties = list(_ties(model))
-    real = {name: b.clone() for name, b in model.named_buffers() if not b.is_meta}
-    for module in reversed(list(model.modules())):  # children first: an FSDP module reads theirs
-        rests_on_host = any(id(p) in on_host for p in module.parameters(recurse=False))
+    real = {name: b.clone() for name, b in module_tree.named_buffers(model) if not b.is_meta}
+    for module in reversed(
+        list(module_tree.modules(model))
+    ):  # children first: an FSDP module reads theirs
+        rests_on_host = any(id(p) in on_host for p in module._parameters.values())
         own = module._parameters
         left_out = {key: p for key, p in own.items() if p is not None and id(p) in elsewhere}
         own.update(dict.fromkeys(left_out))
@@ -185,14 +188,14 @@ def allocate_(
         own.update(left_out)
     for owner, name, other, other_name in ties:  # to_empty splits tied parameters
         setattr(other, other_name, getattr(owner, name))
-    for name, buffer in model.named_buffers():
+    for name, buffer in module_tree.named_buffers(model):
         if name in real:
             buffer.copy_(real[name])
 
 
 def _ties(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for module in model.modules():
+    for module in module_tree.modules(model):
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -231,7 +234,9 @@ def fill_(
 
 def _is_given(model: nn.Module, given: Set[str]) -> bool:
     """Whether all that `init_weights()` sets gets its value later: LLM's sets parameters alone."""
-    here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    here = {
+        name for name, parameter in module_tree.named_parameters(model) if not parameter.is_meta
+    }
     return getattr(type(model), "init_weights", None) is LLM.init_weights and here <= given
 
 

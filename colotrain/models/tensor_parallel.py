@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from colotrain import module_tree
 from colotrain.errors import UsageError
 from colotrain.models.context_parallel import Collective, without_sending
 from colotrain.models.loss import IGNORE_INDEX, PRODUCTS, Logits, exact_dtype, in_chunks, shape_
@@ -103,7 +104,7 @@ def divide_parameters_(
     """
     found: dict[str, Split] = {}
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in module_tree.named_modules(model):
         if hasattr(module, ATTRIBUTE):
             setattr(module, ATTRIBUTE, shard)
         for key, parameter in module._parameters.items():

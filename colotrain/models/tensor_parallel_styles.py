@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.models import adapters
 from colotrain.models.tensor_parallel import (
@@ -103,7 +104,9 @@ def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
 
 def _with_parameters_inside(name: str, module: nn.Module) -> str:
     """Name of a module inside with parameters, whose gradients would not be summed; "" for none."""
-    found = (key for key, child in module.named_children() if [*child.parameters()])
+    found = (
+        key for key, child in module_tree.named_children(module) if [*module_tree.parameters(child)]
+    )
     return next((f"{name}.{key}" for key in found), "")
 
 
@@ -113,9 +116,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _also_in(model: nn.Module, module: nn.Module) -> str:
     """Name of another module with a parameter of `module`; "" for none."""
-    own = set(module.parameters(recurse=False))
-    for name, other in model.named_modules():
-        if other is not module and not own.isdisjoint(other.parameters(recurse=False)):
+    own = set(module._parameters.values()) - {None}
+    for name, other in module_tree.named_modules(model):
+        if other is not module and not own.isdisjoint(other._parameters.values()):
             return name
     return ""
 
@@ -225,7 +228,7 @@ def _beginning(draws: OwnDraws, x: Tensor) -> Tensor:
 def layers_of(model: nn.Module, divisions: Divisions) -> nn.ModuleList | None:
     """Return the list of layers with the parts that `divisions.styles` divide; None for none."""
     parts = _parts_of(model, divisions)
-    for name, module in model.named_modules():
+    for name, module in module_tree.named_modules(model):
         if isinstance(module, nn.ModuleList) and any(p.startswith(f"{name}.") for p in parts):
             return module
     return None
@@ -280,7 +283,7 @@ def partial_parameters(
         return frozenset(found)
     parts = tuple(f"{name}." for name in _parts_of(model, divisions))
     sums = [glob for glob, style in divisions.styles.items() if style in COLUMNS]
-    for name, _ in model.named_parameters():
+    for name, _ in module_tree.named_parameters(model):
         is_of_sum = any(fnmatchcase(name.rpartition(".")[0], glob) for glob in sums)
         if name not in splits and (is_of_sum or not name.startswith(parts)):
             found.add(name)

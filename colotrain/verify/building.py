@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.dotted import import_target
 from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE
@@ -49,7 +50,7 @@ def _initialised(plan: ModelPlan, seed: int) -> nn.Module:
         model: Any = _made(plan)
     named = {
         parameter.untyped_storage().data_ptr(): generator_of(name, seed=seed)
-        for name, parameter in model.named_parameters()
+        for name, parameter in module_tree.named_parameters(model)
     }
     seed_all(seed)
     with torch.no_grad(), _DrawsForParameters(named):

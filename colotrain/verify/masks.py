@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colotrain import module_tree
 from colotrain.data.read.loader import IGNORE_INDEX, Samples
 from colotrain.torch_internals import Dropouts
 
@@ -67,7 +68,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     Functions are replaced, because a torch mode would not reach a backward that recomputes the
     forward in another thread. Calls of `torch.dropout` and other random numbers stay.
     """
-    for module in model.modules():
+    for module in module_tree.modules(model):
         if isinstance(module, Dropouts):
             module.p = 0.0
         elif isinstance(module, nn.RNNBase):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.dotted import import_target
 from colotrain.spec.plan import OptimPlan
 
@@ -18,7 +19,7 @@ def names_without_decay(model: nn.Module) -> set[str]:
     """Names of the parameters that transformers' own trainer would leave without weight decay:
     those in a module whose class is a norm's, and those that are called a norm or a bias."""
     found = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
         path, _, own = name.rpartition(".")
         owner, called = model.get_submodule(path), path.rpartition(".")[2]
         kinds = " ".join(kind.__name__ for kind in type(owner).__mro__)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.data.read.loader import (
     open_samples,
     planned_collate,
@@ -119,9 +120,9 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     model = build_plain(plan.model, seed=plan.train.seed)
     attach_(model, plan.model)
     frozen = _freeze(model, plan.freeze, step=0)
-    own = {name: p.dtype for name, p in model.named_parameters()}
+    own = {name: p.dtype for name, p in module_tree.named_parameters(model)}
     if dtype is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*module_tree.parameters(model), *module_tree.buffers(model)):
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.data = widened(tensor.data)
     begin_training_(model)
@@ -132,7 +133,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     elif plan.model.distill is not None:
         two_models = WithTeacher(plan, dtype)
     draws, seen = False, _Dtypes()
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kept = {name: buffer.clone() for name, buffer in module_tree.named_buffers(model)}
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
@@ -171,7 +172,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         losses.append(loss.item())
         gradients.append(_gradients(model, own))
         if plan.train.grad_clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.train.grad_clip)
+            torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), plan.train.grad_clip)
         for optimizer, lr in optimizers.values():
             optimizer.param_groups[0]["lr"] = lr * _rate(plan, step)
             optimizer.step()
@@ -208,7 +209,7 @@ class _Dtypes(TorchDispatchMode):
 
 def serve_signals_(model: nn.Module) -> None:
     """Add hooks that let Python handle signals within a backward, which may take minutes."""
-    for parameter in model.parameters():
+    for parameter in module_tree.parameters(model):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _: None)
 
@@ -219,10 +220,10 @@ def _differ(before: Tensors, after: Tensors) -> bool:
 
 def _mixing(model: nn.Module, before: Tensors) -> str:
     """Return `Trajectory.mixes`; `before` are the buffers before the first step."""
-    for name, module in model.named_modules():
+    for name, module in module_tree.named_modules(model):
         if isinstance(module, BatchNorms) and module.training:
             return name or type(module).__name__
-    after = dict(model.named_buffers())
+    after = dict(module_tree.named_buffers(model))
     changed = (name for name, buffer in before.items() if not torch.equal(buffer, after[name]))
     return next(changed, "")
 
@@ -247,8 +248,12 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
     trained = [*plan.exceptions]
     for begin, globs in plan.unfreeze.items():
         trained += globs if begin <= step else ()
-    for name, parameter in model.named_parameters():
-        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+    for name, parameter in module_tree.named_parameters(model):
+        names = [
+            n
+            for n, p in module_tree.named_parameters(model, remove_duplicate=False)
+            if p is parameter
+        ]
 
         def named(globs: Sequence[str], names: list[str] = names) -> bool:
             return any(fnmatch.filter(names, glob) for glob in globs)
@@ -265,7 +270,7 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
 def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
     """Add an optimizer, with its learning rate, for every newly trained parameter."""
     undecayed = names_without_decay(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         if parameter.requires_grad and name not in optimizers:
             made = optimizer_of(name, parameter, plan.optim, undecayed)
             optimizers[name] = made, made.param_groups[0]["lr"]
@@ -287,9 +292,9 @@ def _rate(plan: RunPlan, step: int) -> float:
 
 
 def _gradients(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in module_tree.named_parameters(model) if p.grad is not None}
     return {name: grad.to(own[name], copy=True) for name, grad in grads.items()}
 
 
 def _values(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
-    return {n: p.detach().to(own[n], copy=True) for n, p in model.named_parameters()}
+    return {n: p.detach().to(own[n], copy=True) for n, p in module_tree.named_parameters(model)}

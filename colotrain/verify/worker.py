@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import exchange, loop
 from colotrain.engine.gradients import gradients
@@ -104,7 +105,9 @@ class Recorder:
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     """Name → unsharded value of every parameter on rank 0; all ranks must call."""
     begins = {view.name: view.begin for view in gradients.read(model)}
-    own = {n: p for n, p in model.named_parameters() if not p.is_meta}  # others: on another stage
+    own = {
+        n: p for n, p in module_tree.named_parameters(model) if not p.is_meta
+    }  # others: on another stage
     return _gather({n: (begins[n], local_shard(p)) for n, p in own.items()})
 
 

@@ -782,6 +782,42 @@ class TrainedParameters(Stack):
         return (p for p in super().parameters(recurse) if p.requires_grad)
 
 
+class OverriddenMethods(TrainedParameters):
+    """Gives out what trains in reverse, no frozen names, no buffers, and its head as modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
+        self.fixed = nn.Parameter(torch.linspace(1, 2, WIDTH), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(self.gain * (x * self.fixed + self.shift).to(x.dtype))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        found = [*super().named_parameters(*args, **kwargs)]
+        yield from ((name, p) for name, p in reversed(found) if p.requires_grad)
+
+    def modules(self) -> Any:
+        yield self.head
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(())
+
+    def buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+
+class OverriddenChildren(Stack):
+    """Gives out its head alone."""
+
+    def children(self) -> Any:
+        yield self.head
+
+
 class Renamed(Stack):
     """Gives its parameters other names."""
 
@@ -815,6 +851,7 @@ AT_PLAN = {
     "BufferOfParameter": "fixed looks at that of head.weight",
     "AttributeOfParameter": "fixed looks at that of head.weight",
     "OverriddenParameters": r"its own leaves out layers.0.norm.weight",
+    "OverriddenChildren": "children() that gives out all modules (that of the model does not",
     "Renamed": "it has net.layers.0.norm.weight",
     "Complex": "head.weight is float32, filter is complex64",
 }
@@ -860,7 +897,7 @@ SAMPLE = (
     "Autocast",  # dtypes
     "Mixture",  # values decide what is used
     "SmallWeights",  # sums and counts
-    "TrainedParameters",  # methods of torch that are overridden
+    "OverriddenMethods",  # methods of torch that are overridden
 )
 """One of each kind of idiom among those that train."""
 

@@ -29,7 +29,7 @@ GATHERING = "tests.dist.gathering"
 
 def plan(model: str, plugin: str, *overrides: str) -> RunPlan:
     """One micro-batch a step: averages that a forward keeps depend on how often it runs."""
-    own = ("model.target=tests.dist.foreign:make", "train.micro_batch=6")
+    own = ("model.target=tests.dist.foreign:make", "train.micro_batch=6", "observe.grads_every=1")
     return plan_of(model, plugin, *own, *overrides)
 
 

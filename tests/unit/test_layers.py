@@ -44,27 +44,31 @@ class Rule:
 RULES = {
     "": Rule("spec", "psutil", "runs events engine torch"),
     "__main__": Rule("cli launch.server"),
-    "torch_internals": Rule("", "torch"),
+    **dict.fromkeys(("torch_internals", "module_tree"), Rule("", "torch")),
     "spec": Rule(""),
     "events": Rule("spec"),
     "config": Rule("spec schedulers", "omegaconf", "yaml"),
-    "models": Rule("spec torch_internals", TENSORS, EXTRAS),
+    "models": Rule("spec torch_internals module_tree", TENSORS, EXTRAS),
     "data.prepare": Rule("spec", "numpy", f"tokenizers {EXTRAS}"),
     "data.read": Rule("spec data.prepare", TENSORS, EXTRAS),
-    "engine": Rule("spec events models data.prepare data.read torch_internals", TENSORS),
+    "engine": Rule(
+        "spec events models data.prepare data.read torch_internals module_tree", TENSORS
+    ),
     "planner": Rule("spec config data.prepare launch.server", "psutil omegaconf"),
     "planner.traced": Rule(
-        "spec events models data.prepare data.read engine planner torch_internals", TENSORS
+        "spec events models data.prepare data.read engine planner torch_internals module_tree",
+        TENSORS,
     ),
     "launch": Rule("spec events launch.server", "psutil", "torch launch.agent"),
     "launch.server": Rule("spec", "", "torch"),
     "launch.agent": Rule("spec events launch launch.server", "torch"),
     "schedulers": Rule("spec events", "", "yaml"),
     "verify": Rule(
-        "spec events models data.prepare data.read engine launch torch_internals", TENSORS
+        "spec events models data.prepare data.read engine launch torch_internals module_tree",
+        TENSORS,
     ),
     "audit": Rule("spec events", "torch"),
-    "export": Rule("spec events models data.prepare data.read engine", TENSORS, EXTRAS),
+    "export": Rule("spec events models data.prepare data.read engine module_tree", TENSORS, EXTRAS),
     "migrate": Rule("spec", "", "config yaml"),
     "doctor": Rule("spec", "psutil", "engine torch"),
     "show": Rule("spec events", "rich", EXTRAS),

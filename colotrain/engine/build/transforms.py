@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine import exchange
 from colotrain.engine.agreement import check_filled_alike
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
@@ -130,9 +131,12 @@ def agree_on_groups(build: Build) -> None:
             split=plan.plugin.split_blocks,
             tell=build.tell if is_gathered(plan) else None,
         )
-        names = {id(module): name for name, module in model.named_modules()}
+        names = {id(module): name for name, module in module_tree.named_modules(model)}
         inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]
-        found = inside, [n for n, m in model.named_modules() if hasattr(m, CHANGES_INPUTS)]
+        found = (
+            inside,
+            [n for n, m in module_tree.named_modules(model) if hasattr(m, CHANGES_INPUTS)],
+        )
     inside, changing = exchange.broadcast(found)
     for name in changing:
         setattr(model.get_submodule(name), CHANGES_INPUTS, True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from colotrain import module_tree
 from colotrain.engine import generators
 from colotrain.engine.checkpoint import plain_state
 from colotrain.engine.checkpoint.parts import named_in, parameter_of
@@ -75,7 +76,7 @@ def own_name(run: Run, name: str) -> str:
 
 def buffers_of(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the buffers and of modules' plain state."""
-    parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
+    parameters = {f"model.{name}" for name, _ in module_tree.named_parameters(run.sharded.module)}
     kept = ("model.", f"{PLAIN}model.")
     return [n for n in tensors if n.startswith(kept) and n not in parameters]
 
@@ -105,9 +106,9 @@ def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     reshard(sharded)
     for name, parameter in sharded.named_parameters():
         yield name, parameter.detach()
-    for path, module in sharded.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if is_persistent(module, name):
+    for path, module in module_tree.named_modules(sharded.module):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_persistent(module, name):
                 yield f"{path}.{name}" if path else name, buffer
 
 

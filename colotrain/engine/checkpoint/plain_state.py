@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.checkpoint import plain_data
 from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
@@ -40,7 +41,7 @@ def _plain_values(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
+    for path, module in module_tree.named_modules(model):
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
         if type(module).set_extra_state is nn.Module.set_extra_state:
@@ -76,7 +77,7 @@ def bytes_of(entry: Any) -> Tensor:
 
 def restore(run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool) -> None:
     """Set the plain data of a checkpoint in modules and the optimizer."""
-    modules = dict(run.sharded.module.named_modules())
+    modules = dict(module_tree.named_modules(run.sharded.module))
     for full, data in loaded.items():
         if not full.startswith(PLAIN):
             continue

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain import module_tree
 from colotrain.engine.freezing import names_of
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
@@ -103,7 +104,7 @@ _STATE = "_colotrain_gradients"
 
 def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
     """Make the gradients of `sharded` readable by `read(sharded.module)`."""
-    names = tuple(name for name, _ in sharded.module.named_parameters())
+    names = tuple(name for name, _ in module_tree.named_parameters(sharded.module))
     state = GradientState(sharded=sharded, frozen=frozen, names=names)
     sharded.module.__dict__[_STATE] = state
     return state
@@ -117,7 +118,7 @@ def read(model: nn.Module) -> Iterator[GradView]:
             "gradients can be read of a model that colotrain shards only", "use on_gradients"
         )
     known_as, parts = names_of(model), state.sharded.parts
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         yield GradView(
             name=name,
             aliases=tuple(known_as[parameter][1:]),
@@ -229,7 +230,7 @@ def norms(tensors: list[Tensor], *, order: float = 2.0) -> list[Tensor]:
 
 
 def _parameters(state: GradientState) -> list[nn.Parameter]:
-    return list(state.sharded.module.parameters())
+    return list(module_tree.parameters(state.sharded.module))
 
 
 def counted(
@@ -269,7 +270,7 @@ def store_statistics_(state: GradientState, summed: Tensor, *, factor: float) ->
 
 def drop_unused_(state: GradientState) -> None:
     """Drop gradients that no backward of the step made: collectives fill them with zeros."""
-    for name, parameter in state.sharded.module.named_parameters():
+    for name, parameter in module_tree.named_parameters(state.sharded.module):
         if name not in state.used:
             parameter.grad = None
     state.used_here.clear()
@@ -284,5 +285,5 @@ def clip_ratio(norm: float, limit: float | None) -> float:
 
 def clear_(model: nn.Module) -> None:
     """Drop the gradients of the last step."""
-    for parameter in model.parameters():
+    for parameter in module_tree.parameters(model):
         parameter.grad = None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
@@ -58,7 +59,7 @@ class NonfiniteHooks:
         model = self.state.sharded.module
         handles = [
             module.register_forward_hook(self._after_forward(name))
-            for name, module in model.named_modules()
+            for name, module in module_tree.named_modules(model)
         ]
         for name, whole in unsharded_parameters(self.state):
             handles.append(whole.register_hook(self._on_gradient(name)))
@@ -143,7 +144,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> N
     """Return the origin for gradients that were finite on every rank and overflowed when summed."""
     bad = [
         name
-        for name, parameter in state.sharded.module.named_parameters()
+        for name, parameter in module_tree.named_parameters(state.sharded.module)
         if parameter.grad is not None and not is_finite(local_shard(parameter.grad))
     ]
     if not bad:

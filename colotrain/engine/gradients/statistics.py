@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.gradients.gradients import GradientState, counted, norms, read, to_device
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.events.gradients import Gradients, Parameters
@@ -40,7 +41,7 @@ class Recorder:
     def begin(self) -> None:
         self.factor = self.state.factor
         self.rows = {name: i for i, name in enumerate(self.state.names)}
-        parameters = self.state.sharded.module.parameters()
+        parameters = module_tree.parameters(self.state.sharded.module)
         shards = {
             self.rows[name]: shard
             for name, parameter in zip(self.state.names, parameters, strict=True)

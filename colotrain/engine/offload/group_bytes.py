@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.engine.freezing import matches
 from colotrain.engine.probes import memory_now
 from colotrain.spec.offload import (
@@ -35,12 +36,12 @@ def measure_bytes(
     """
     unfrozen = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     sizes = []
     for name, modules in [*groups, ("", [model])]:
         declared = []
-        for parameter in (p for module in modules for p in module.parameters()):
+        for parameter in (p for module in modules for p in module_tree.parameters(module)):
             known_as = names.pop(parameter, None)
             if known_as is None:  # counted with a group inside this one already
                 continue

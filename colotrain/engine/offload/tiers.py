@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain import module_tree
 from colotrain.engine.gradients.gradients import norms
 from colotrain.engine.offload.disk import ALIGNMENT, DiskStore, return_free_memory, whole_pages
 from colotrain.engine.offload.gradient_copies import GradientCopies
@@ -96,7 +97,7 @@ class Tiers:
     def attach(self, sharded: ShardedModel, shared_params: SharedParameters | None) -> None:
         """Take over the groups of `sharded`, before they have storage, and reserve disk space."""
         self.shared_params = shared_params
-        names = {id(p): name for name, p in sharded.module.named_parameters()}
+        names = {id(p): name for name, p in module_tree.named_parameters(sharded.module)}
         for index, group in enumerate(sharded.groups):
             own = {names[id(param.sharded_param)]: param for param in group.params}
             storage = GroupStorage(

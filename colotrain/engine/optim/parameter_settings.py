@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.spec.plan import OptimPlan
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -43,7 +44,7 @@ class ParameterSettings:
 def norms_and_biases(model: nn.Module) -> frozenset[str]:
     """Every name of each parameter that belongs to a norm, or is a bias."""
     found = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in module_tree.named_modules(model):
         for own in module._parameters:
             if _is_bias(prefix, own) or _is_norm(prefix, own, module):
                 found.add(f"{prefix}.{own}" if prefix else own)

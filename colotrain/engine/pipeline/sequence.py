@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colotrain import module_tree
 from colotrain.engine.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.engine.sharding.grouping import without_storage
 from colotrain.errors import message_of
@@ -59,7 +60,7 @@ def largest_container(blocks: list[Block]) -> list[Block]:
 def _refuse_kept_buffers(model: nn.Module, blocks: list[Block]) -> None:
     if len(blocks) < 2:
         raise NoSequence("it has no list of blocks of the same type")
-    for path, module in model.named_modules():
+    for path, module in module_tree.named_modules(model):
         for key in module._buffers:
             if is_persistent(module, key):
                 name = f"{path}.{key}" if path else key
@@ -71,7 +72,7 @@ class _OneStage(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.sources = {storage_id(p): name for name, p in model.named_parameters()}
+        self.sources = {storage_id(p): name for name, p in module_tree.named_parameters(model)}
         """Storage → name of its parameter."""
         self.inside = set[int]()
         """Storages of the parameters of blocks."""
@@ -117,7 +118,7 @@ def _tried(model: nn.Module, names: list[str], batch: Mapping[str, Tensor]) -> B
         try:
             with mode, torch.enable_grad():
                 copied = without_storage(model)
-                for parameter in copied.parameters():
+                for parameter in module_tree.parameters(copied):
                     if parameter.is_floating_point():
                         parameter.requires_grad_(True)
                 return _Trial(copied, names).run(without_storage(dict(batch)))
@@ -147,10 +148,10 @@ class _Trial(TorchFunctionMode):
         self.before: dict[str, None] = {}
         self.after: dict[str, None] = {}
         self.one_stage = _OneStage(model)
-        inside = {p for name in names for p in model.get_submodule(name).parameters()}
-        self.outside = {p: n for n, p in model.named_parameters() if p not in inside}
+        inside = {p for name in names for p in module_tree.parameters(model.get_submodule(name))}
+        self.outside = {p: n for n, p in module_tree.named_parameters(model) if p not in inside}
         self.owners: dict[nn.Parameter, set[str]] = {}
-        for path, module in model.named_modules():
+        for path, module in module_tree.named_modules(model):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.owners.setdefault(parameter, set()).add(path)
@@ -162,7 +163,9 @@ class _Trial(TorchFunctionMode):
             block.register_forward_hook(partial(self._end, name))
 
     def run(self, batch: dict[str, Tensor]) -> BlockSequence:
-        inside = (p for name in self.names for p in self.model.get_submodule(name).parameters())
+        inside = (
+            p for name in self.names for p in module_tree.parameters(self.model.get_submodule(name))
+        )
         self.one_stage.inside.update(map(storage_id, inside))
         with self.one_stage, self:
             output = output_of(self.model, batch)
@@ -186,7 +189,7 @@ class _Trial(TorchFunctionMode):
         both = {p for p, name in self.outside.items() if name in self.before.keys() & self.after}
         for parameter in both:
             for path in self.owners[parameter]:
-                if {*self.model.get_submodule(path).parameters()} - both:
+                if {*module_tree.parameters(self.model.get_submodule(path))} - both:
                     name = self.outside[parameter]
                     raise NoSequence(f"{name} is used before the blocks and in the loss")
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from colotrain import module_tree
 from colotrain.engine.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
@@ -271,13 +272,13 @@ class Stage:
         """
         if self.count == 1:
             return list(groups)
-        path_of = {module: path for path, module in model.named_modules()}
-        held = {p for name, p in model.named_parameters() if self.holds(name)}
+        path_of = {module: path for path, module in module_tree.named_modules(model)}
+        held = {p for name, p in module_tree.named_parameters(model) if self.holds(name)}
         found: list[Group] = []
         for _, modules in groups:
             together: dict[tuple[int, bool], list[nn.Module]] = {}
             for module in modules:
-                if held & {*module.parameters()}:
+                if held & {*module_tree.parameters(module)}:
                     together.setdefault(self._runs_with(path_of[module]), []).append(module)
             found += [(path_of[own[0]], own) for own in together.values()]
         return found
@@ -336,7 +337,9 @@ def keep_stage_(
         trains_before=(False,) * chunks,
         trains=(True,) * chunks,
     )
-    stage.holders = {n: sequence.stages_of(n, split, chunks) for n, _ in model.named_parameters()}
+    stage.holders = {
+        n: sequence.stages_of(n, split, chunks) for n, _ in module_tree.named_parameters(model)
+    }
     _to_meta_(model, stage)
     own = {name for chunk in range(chunks) for name in stage.blocks_of(chunk)}
     for name, num_returned in zip(sequence.blocks, sequence.num_returned, strict=True):
@@ -346,10 +349,10 @@ def keep_stage_(
         else:
             module.forward = act
     if index:
-        held = {p for name, p in model.named_parameters() if stage.holds(name)}
+        held = {p for name, p in module_tree.named_parameters(model) if stage.holds(name)}
         for path in dict.fromkeys(name.rpartition(".")[0] for name in sequence.before):
             module = model.get_submodule(path)
-            if not held & {*module.parameters()}:
+            if not held & {*module_tree.parameters(module)}:
                 module.forward = only_shape(module, compute_dtype)
     model.__dict__[OWN_LAYERS] = lambda: len(stage.blocks_of(stage.chunk))
     if chunks > 1 or not stage.is_last:
@@ -360,10 +363,10 @@ def keep_stage_(
 def _to_meta_(model: nn.Module, stage: Stage) -> None:
     """Free the parameters of other stages that were built with values."""
     freed: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in list(module_tree.named_parameters(model)):
         if not stage.holds(name) and not parameter.is_meta:
             freed[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for module in model.modules() if freed else ():
+    for module in module_tree.modules(model) if freed else ():
         for key, own in module._parameters.items():
             if own is not None and own in freed:
                 module._parameters[key] = freed[own]

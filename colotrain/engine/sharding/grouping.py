@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colotrain import module_tree
 from colotrain.engine.changed_inputs import CHANGES_INPUTS, when_inputs_change
 from colotrain.engine.model_blocks import (
     Block,
@@ -90,8 +91,10 @@ def _of_root(model: nn.Module, against: Mapping[str, str]) -> str:
     """Return a message on the blocks in the root group if they are most of the model, or ""."""
     candidates, grouped = repeated_modules(model), {name for name, _ in find_blocks(model)}
     left = [(name, block) for name, block in candidates if name in against or name not in grouped]
-    inside = {p for _, block in left for p in block.parameters()}
-    share = sum(p.numel() for p in inside) / max(1, sum(p.numel() for p in model.parameters()))
+    inside = {p for _, block in left for p in module_tree.parameters(block)}
+    share = sum(p.numel() for p in inside) / max(
+        1, sum(p.numel() for p in module_tree.parameters(model))
+    )
     if len(candidates) < 2 or share <= LARGE_SHARE:
         return ""
     names_of: dict[str, list[str]] = {}
@@ -109,10 +112,12 @@ def _of_root(model: nn.Module, against: Mapping[str, str]) -> str:
 
 def _parts(name: str, module: nn.Module) -> Iterator[Block]:
     """Yield modules in a block that share no parameter with the rest of the block."""
-    owners = Counter(p for child in module.children() for p in set(child.parameters()))
+    owners = Counter(
+        p for child in module_tree.children(module) for p in set(module_tree.parameters(child))
+    )
     owners.update(p for p in module._parameters.values() if p is not None)
-    for key, child in module.named_children():
-        own = set(child.parameters())
+    for key, child in module_tree.named_children(module):
+        own = set(module_tree.parameters(child))
         if own and all(owners[p] == 1 for p in own):
             yield f"{name}.{key}", child
             yield from _parts(f"{name}.{key}", child)
@@ -133,7 +138,7 @@ def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> 
     return Unit(
         name=name,
         num_bytes=parameter_bytes(module),
-        trained=any(p.requires_grad for p in module.parameters()),
+        trained=any(p.requires_grad for p in module_tree.parameters(module)),
         dtypes=frozenset(p.dtype for p in sharded_parameters(module)),
         parts=tuple(parts(name, module)) if split else (),
     )
@@ -157,7 +162,7 @@ def reasons_against(
         calls = _trial(without_storage, model, blocks, batch, mode=make())
         if calls is not None:
             return {name: why for name in names if (why := _against(calls.get(name)))}
-    real = all(not p.is_meta for p in model.parameters())
+    real = all(not p.is_meta for p in module_tree.parameters(model))
     if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
         return dict.fromkeys(names, "are in a model whose forward does not run without values")
     one = {name: tensor[:1].clone() for name, tensor in batch.items()}
@@ -194,9 +199,9 @@ def without_storage(thing: Any) -> Any:
     if isinstance(thing, dict):
         return {name: _empty_like(tensor) for name, tensor in thing.items()}
     memo: dict[int, Any] = {}
-    for parameter in thing.parameters():
+    for parameter in module_tree.parameters(thing):
         memo[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
-    for buffer in thing.buffers():
+    for buffer in module_tree.buffers(thing):
         memo[id(buffer)] = _empty_like(buffer)
     return copy.deepcopy(thing, memo)
 
@@ -260,7 +265,7 @@ class UsesOutside(TorchFunctionMode):
         for name, block in blocks:
             block.register_forward_pre_hook(partial(self._run, name, 1), prepend=True)
             block.register_forward_hook(partial(self._run, name, -1))
-            for parameter in block.parameters():
+            for parameter in module_tree.parameters(block):
                 self.blocks_of.setdefault(parameter, []).append(name)
 
     def _run(self, name: str, change: int, *_: Any) -> None:

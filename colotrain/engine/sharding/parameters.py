@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain import module_tree
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import (
@@ -73,7 +74,7 @@ class Attached:
 def attached_to(model: nn.Module) -> dict[str, Attached]:
     """Return parameter name → hooks and attributes, before `model` is sharded."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         attributes = {
             key: value
             for key, value in vars(parameter).items()
@@ -92,7 +93,7 @@ def attach_(
 
     `fsdp_params` are the FSDPParams of the model.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in module_tree.named_parameters(model)}
     for param in fsdp_params:
         found = attached.get(names[param.sharded_param])
         if found is not None:
@@ -192,7 +193,7 @@ class ReplacedParameter(nn.Parameter):
 
 def watch_replaced(originals: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
     """Let parameters of `originals` that sharding has replaced refuse computations."""
-    kept = set(model.parameters())
+    kept = set(module_tree.parameters(model))
     for name, reference in originals.items():
         parameter = reference()
         if parameter is not None and parameter not in kept and type(parameter) is nn.Parameter:
@@ -230,7 +231,7 @@ class ForwardWatch:
         root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         root.register_forward_hook(lambda *_: self._end(root))
         records = {param.sharded_param: param for param in self.params}
-        for prefix, module in root.named_modules():
+        for prefix, module in module_tree.named_modules(root):
             module.register_state_dict_pre_hook(lambda *_: self._refuse_state_dict())
             for key, parameter in module._parameters.items():
                 if parameter is not None:
@@ -255,7 +256,7 @@ class ForwardWatch:
         if (size := _num_entries(root)) == self.size:
             return
         self.size, names = size, {name for _, _, name, _ in self.owners}
-        for prefix, module in root.named_modules():
+        for prefix, module in module_tree.named_modules(root):
             for key, parameter in module._parameters.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if parameter is not None and name not in names:
@@ -329,7 +330,7 @@ def made_in_forward(name: str) -> ColotrainError:
 
 
 def _num_entries(root: nn.Module) -> int:
-    return sum(1 + len(module._parameters) for module in root.modules())
+    return sum(1 + len(module._parameters) for module in module_tree.modules(root))
 
 
 def _set_class(shard: Any, cls: type, name: str | None) -> None:

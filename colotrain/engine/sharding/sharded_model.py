@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from colotrain import module_tree
 from colotrain.engine.boundary_tensors import watch_tensors
 from colotrain.engine.model_checks import check_parameters, check_precision
 from colotrain.engine.pipeline.stage import Stage
@@ -127,7 +128,7 @@ class ShardedModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this rank's stage holds; others are on the meta device."""
-        found = self.module.named_parameters()
+        found = module_tree.named_parameters(self.module)
         yield from ((name, p) for name, p in found if self.stage.holds(name))
 
     def device_of(self, parameter: nn.Parameter) -> torch.device:
@@ -205,8 +206,9 @@ def shard_(
     check_precision(model, plan.train.precision)
     stage = stage or Stage()
     attached = attached_to(model)
-    originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
-    for parameter in model.parameters():  # fully_shard takes only contiguous ones
+    known = dict(module_tree.named_parameters(model))
+    originals = {name: weakref.ref(parameter) for name, parameter in known.items()}
+    for parameter in known.values():  # fully_shard takes only contiguous ones
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     compute = cast_dtype(plan.train.precision)
@@ -215,13 +217,8 @@ def shard_(
     )
     # fully_shard takes neither scalars nor empty ones; every rank holds them whole (see
     # `reduce_replicated_`); other stages' parameters stay on the meta device
-    options = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "ignored_params": {
-            p for n, p in model.named_parameters() if not (p.ndim and p.numel() and stage.holds(n))
-        },
-    }
+    ignored = {p for n, p in known.items() if not (p.ndim and p.numel() and stage.holds(n))}
+    options = {"mesh": mesh, "mp_policy": policy, "ignored_params": ignored}
     groups = []
     for index, (name, modules) in enumerate(modules_of):
         policy_of = _offload(offloads(index))
@@ -369,7 +366,8 @@ def materialise_(
             parameter.data = parameter.data.to(sharded.mesh.device_type)
     if any(p.is_meta for _, p in sharded.named_parameters()):
         on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
-        elsewhere = {id(p) for n, p in model.named_parameters() if not sharded.stage.holds(n)}
+        known = module_tree.named_parameters(model)
+        elsewhere = {id(p) for n, p in known if not sharded.stage.holds(n)}
         allocate_(model, device=device, on_host=on_host, elsewhere=elsewhere)
         allocate(True)
         shards = shards_of(model, sharded.parts, sharded.stage, release)
@@ -379,7 +377,7 @@ def materialise_(
         _move_buffers_(model, device)
     else:
         allocate(False)
-    for name, parameter in model.named_parameters():
+    for name, parameter in module_tree.named_parameters(model):
         if name in sharded.attached and not isinstance(parameter, DTensor):
             sharded.attached[name].register(parameter, ranks=sharded.mesh.size())
     initialise_lazily(sharded.groups[-1].handle)
@@ -392,7 +390,7 @@ def numel_of(param: Any) -> int:
 
 def _move_buffers_(model: nn.Module, device: str) -> None:
     """Move buffers to `device` that `init_weights()` made elsewhere."""
-    for module in model.modules():
+    for module in module_tree.modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != device:
                 module._buffers[name] = buffer.to(device)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain import module_tree
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.filling import Shards
@@ -58,7 +59,7 @@ def shards_of(
 
     What another stage holds is not stored, and is loaded from there.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in module_tree.named_parameters(model)}
 
     def write(parameter: Tensor, whole: Tensor) -> None:
         name = names[id(parameter)]
@@ -82,7 +83,7 @@ def shards_of(
 
 def slices_of(model: nn.Module, parts: TensorParts) -> Callable[[Tensor], tuple[slice, ...]]:
     """Return a function from a parameter or buffer to the slices of the whole that are here."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in module_tree.named_parameters(model)}
 
     def slices(tensor: Tensor) -> tuple[slice, ...]:
         name = names.get(id(tensor), "")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from colotrain import module_tree
 from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.torch_internals import BatchNorms
@@ -14,7 +15,7 @@ from colotrain.torch_internals import BatchNorms
 def reduce_replicated_(sharded: ShardedModel) -> None:
     """Sum replicated parameters' gradients over a stage's ranks, once a step. All must call."""
     alone = {id(p) for p in replicated(sharded) if p.requires_grad and p.numel()}
-    named = {n: p for n, p in sharded.module.named_parameters() if id(p) in alone}
+    named = {n: p for n, p in module_tree.named_parameters(sharded.module) if id(p) in alone}
     parameters, parts = list(named.values()), sharded.parts
     if not parameters:
         return
@@ -68,7 +69,7 @@ def average_statistics_(sharded: ShardedModel) -> None:
     """
     running = [
         statistic
-        for module in sharded.module.modules()
+        for module in module_tree.modules(sharded.module)
         if isinstance(module, BatchNorms) and module.training
         for statistic in (module.running_mean, module.running_var)
         if statistic is not None

@@ -22,6 +22,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from colotrain import module_tree
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.build.transforms import Build, transform_
@@ -146,7 +147,7 @@ class Timed:
         transform_(building)
         self.sharded = building.sharded
         self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
-        self.optimizer.add(dict(model.named_parameters()))
+        self.optimizer.add(dict(module_tree.named_parameters(model)))
         self.state = gradients.watch(self.sharded, frozen={})
         self.computing_s = self.ending_s = float("inf")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.data.read.loader import (
     Split,
     open_samples,
@@ -68,7 +69,9 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     check_parameters(module, model)
     check_dtypes(module, [(name, [block]) for name, block in find_blocks(module)], model, freeze)
     aliases = tied_names(module)
-    groups = {id(p): name for name, block in find_blocks(module) for p in block.parameters()}
+    groups = {
+        id(p): name for name, block in find_blocks(module) for p in module_tree.parameters(block)
+    }
     parameters = tuple(
         ParameterInfo(
             name=name,
@@ -79,7 +82,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
             aliases=aliases[name],
             group=groups.get(id(parameter), ""),
         )
-        for name, parameter in module.named_parameters()
+        for name, parameter in module_tree.named_parameters(module)
     )
     return Survey(
         parameters=parameters,
@@ -109,7 +112,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
 def batch_norms(module: nn.Module) -> Iterator[str]:
     """Names of the modules that normalize what one rank has of a micro-batch, in training."""
     begin_training_(module)
-    for name, inner in module.named_modules():
+    for name, inner in module_tree.named_modules(module):
         of_rank = isinstance(inner, BatchNorms) and not isinstance(inner, nn.SyncBatchNorm)
         if of_rank and (inner.training or not inner.track_running_stats):
             yield name or type(inner).__name__
@@ -130,7 +133,7 @@ def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
     samples = _first_samples(data, seed, vocab_size(module))
     rows = (tensor[:2] for tensor in samples.values() if not tensor.is_floating_point())
     tokens = max((tensor.numel() for tensor in rows if tensor.ndim == 2), default=2)
-    flops = 2.0 * sum(p.numel() for p in module.parameters()) * tokens
+    flops = 2.0 * sum(p.numel() for p in module_tree.parameters(module)) * tokens
     if flops > MOST_FLOPS and not loss_trial.sums_tokens(module):
         return LossStudy()
     found = loss_trial.examine(module, samples, budget_s=MOST_SECONDS)
@@ -226,7 +229,7 @@ def positions(module: nn.Module) -> dict[str, Any]:
         return {}
     learned = [
         m
-        for name, m in module.named_modules()
+        for name, m in module_tree.named_modules(module)
         if isinstance(m, nn.Embedding) and m.num_embeddings >= most and re.search("pos|wpe", name)
     ]
     for embedding in learned:
@@ -239,7 +242,7 @@ def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Parameter name → the other names of the same tensor."""
     first: dict[int, str] = {}
     others: dict[str, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in module_tree.named_parameters(module, remove_duplicate=False):
         owner = first.setdefault(id(parameter), name)
         others.setdefault(owner, [])
         if owner != name:
@@ -252,7 +255,7 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
     own = getattr(module, "flops_per_token", None)
     if callable(own):
         return float(own(seq_len))
-    return 6.0 * sum(parameter.numel() for parameter in module.parameters())
+    return 6.0 * sum(parameter.numel() for parameter in module_tree.parameters(module))
 
 
 def trace_micro_batch(

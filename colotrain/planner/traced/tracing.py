@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
@@ -56,7 +57,7 @@ def trace(
     """
     if compute := cast_dtype(precision):
         keep_statistics_exact_(model)
-        for parameter in model.parameters():
+        for parameter in module_tree.parameters(model):
             if parameter.ndim and parameter.is_floating_point():
                 parameter.data = parameter.data.to(compute)  # as the all-gather casts it
     for _, block in find_blocks(model):
@@ -155,18 +156,18 @@ class Recording(TorchDispatchMode):
 
 def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0) -> Recording:
     """Record forward and backward of one micro-batch; of a model that is frozen whole, forward."""
-    known = [*model.parameters(), *model.buffers(), *batch.values()]
+    known = [*module_tree.parameters(model), *module_tree.buffers(model), *batch.values()]
     recording = Recording(known, repeated=repeated)
     handles = list(_mark_blocks(model, recording))
     try:
         with kernels_of(device), recording, computing_as(device):
             with next(iter(batch.values())).device:
                 loss = loss_of(output_of(model, batch))
-            if any(parameter.requires_grad for parameter in model.parameters()):
+            if any(parameter.requires_grad for parameter in module_tree.parameters(model)):
                 recording.begin("backward", "")
                 (loss * 1.0).backward()  # without function modes: see _on_meta
             del loss
-        for parameter in model.parameters():
+        for parameter in module_tree.parameters(model):
             parameter.grad = None
     except UsageError:
         raise
@@ -187,8 +188,8 @@ def loss_of(output: Any) -> Tensor:
 
 def _mark_blocks(model: nn.Module, recording: Recording) -> Iterator[Any]:
     """Register hooks that begin a stretch where `fully_shard`'s hooks of a block would run."""
-    owners = {p: name for name, block in find_blocks(model) for p in block.parameters()}
-    for parameter in model.parameters():
+    owners = {p: name for name, block in find_blocks(model) for p in module_tree.parameters(block)}
+    for parameter in module_tree.parameters(model):
         if parameter.requires_grad:
             yield parameter.register_post_accumulate_grad_hook(
                 lambda p: _note_gradient(recording, p, owners.get(p, ""))
@@ -284,6 +285,6 @@ def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
         segments=segments,
         storages=tuple(recording.storages.sizes),
         gradients=recording.storages.owners,
-        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in module_tree.buffers(model)),
         input_bytes=sum(t.numel() * t.element_size() for t in batch.values()),
     )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from colotrain import module_tree
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.sharding.grouping import find_groups
@@ -148,7 +149,7 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
             sharded = shard_(model, plan, mesh, groups)
             model.to_empty(device="cpu")
             _tie_again(model, tied)
-            trained = [p for p in model.parameters() if p.requires_grad]
+            trained = [p for p in module_tree.parameters(model) if p.requires_grad]
             optimizer = _optimizer(plan, trained)
             batch = _batch(plan, sample, "cpu")
             _step(sharded, optimizer, batch, plan)
