@@ -80,13 +80,14 @@ def draw_(model: Any, names: Sequence[str], *, seed: int) -> list[Tensor]:
     ties = dict(model.all_tied_weights_keys)
     for target in ties:
         _replace_(model, target, torch.empty_like(model.get_parameter(target)))
-    for tensor in (*module_tree.parameters(model), *module_tree.buffers(model)):
-        tensor._is_hf_initialized = True
+    initialized: Any
+    for initialized in (*module_tree.parameters(model), *module_tree.buffers(model)):
+        initialized._is_hf_initialized = True
     drawn = [ties.get(name, name) for name in names]
     for name in drawn:
         _replace_(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
-    for module in module_tree.modules(model):
-        module._is_hf_initialized = False
+    for initialized in module_tree.modules(model):
+        initialized._is_hf_initialized = False
     with seeded(seed):
         model.initialize_weights()
     return [model.get_parameter(name).detach() for name in drawn]
