@@ -32,8 +32,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from colotrain import resolve
-from colotrain.engine import loop
 from colotrain.engine.process import StopRequest, connect
+from colotrain.engine.recording import StepRecords
+from colotrain.engine.step.train import train
 from colotrain.engine.worker import announce, prepare
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -68,13 +69,13 @@ def rank_main(rank: int, port: int, plan: RunPlan, folder: str, dashboard: int) 
     recorded = EventWriter(rundir.event_file(rank=rank, attempt=0))
     run = prepare(plan, rundir, device=device, events=recorded, stop=StopRequest(rundir))
     announce(run, 0)
-    record_step, silent = loop.record_step, Nothing(os.devnull)
+    record_step, silent = StepRecords.after_step, Nothing(os.devnull)
     viewer = psutil.Process(dashboard)
     took: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for turn in range(plan.train.max_steps // TURN):
         watched = turn % 2 == 0
         run.events = recorded if watched else silent
-        loop.record_step = record_step if watched else lambda *_, **__: None
+        StepRecords.after_step = record_step if watched else lambda *_: None  # type: ignore[method-assign]
         observe = replace(plan.observe, grads_every=TURN if watched else 0)
         run.plan = replace(
             plan, observe=observe, train=replace(plan.train, max_steps=run.step + TURN)
@@ -83,7 +84,7 @@ def rank_main(rank: int, port: int, plan: RunPlan, folder: str, dashboard: int) 
             os.kill(dashboard, signal.SIGCONT if watched else signal.SIGSTOP)
         dist.barrier()
         started, busy = time.perf_counter(), used(viewer if rank == 0 else None)
-        loop.train(run)
+        train(run)
         total = torch.tensor(used(viewer if rank == 0 else None) - busy)
         dist.all_reduce(total)
         if turn > 0:  # the first warms up

@@ -101,9 +101,9 @@ def look_s(rundir: RunDir) -> float:
     )
     profiler, began = Profiler(run), time.perf_counter()
     for _ in range(LOOKS):
-        profiler.begin_step()
+        profiler._begin_step()
         asked = rundir.profile_request() is not None
-        profiler.end_step(asked=asked)
+        profiler._end_step(asked=asked)
     return (time.perf_counter() - began) / LOOKS
 
 

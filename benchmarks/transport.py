@@ -124,7 +124,7 @@ def batches_of(plan: RunPlan) -> Iterator[dict[str, Tensor]]:
 
 
 def engine_step(plan: RunPlan, *, shared: bool) -> Action:
-    """A step as `engine.loop` makes it, without data, events and checkpoints."""
+    """A step as `engine.step` makes it, without data, events and checkpoints."""
     model = build(plan.model, seed=0)
     batches = batches_of(plan)
     groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=next(batches))

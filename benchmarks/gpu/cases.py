@@ -180,7 +180,8 @@ def free_port() -> int:
 
 def carry_out(case: Case, folder: Path) -> dict[str, Any]:
     """Train as a worker does; what was seen, as JSON."""
-    from colotrain.engine import loop, worker
+    from colotrain.engine import worker
+    from colotrain.engine.step.train import train
     from colotrain.events.log import EventReader, EventWriter
     from colotrain.rundir import RunDir
     from colotrain.runs.resolving import plan_from
@@ -207,7 +208,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
         run = worker.prepare(plan, rundir, device=here, events=events, stop=lambda: None)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        outcome = loop.train(run)
+        outcome = train(run)
     finally:
         dist.destroy_process_group()
     seen = EventReader(rundir).drain()

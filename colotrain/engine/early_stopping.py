@@ -37,6 +37,11 @@ def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
         run.evaluations = replace(run.evaluations, waited=before.waited + 1)
 
 
+def is_over(run: Run) -> bool:
+    """Whether the run has made its last step."""
+    return run.step >= run.plan.train.max_steps or why_over(run) is not None
+
+
 def why_over(run: Run) -> str | None:
     """Return why the run ends before its last step, the same on every rank; None: it goes on."""
     rule, so_far = run.plan.train.stop_early, run.evaluations

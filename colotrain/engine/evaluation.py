@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,17 +15,50 @@ from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, to_device, weighted_output
+from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
 from colotrain.engine.early_stopping import note_evaluation
 from colotrain.engine.loss_trial import sums_tokens
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
-from colotrain.engine.unchanged import unchanged
+from colotrain.engine.step.participant import Participant, StepResult
+from colotrain.engine.text_samples import write_samples
+from colotrain.engine.unchanged import unchanged, uncompiled
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone
 from colotrain.models.outputs import TargetRule, means_in, metrics_in
+from colotrain.spec.batch import is_due
 from colotrain.torch_internals import is_persistent
+
+
+class Evaluator(Participant):
+    """Evaluates between two steps, and has the model continue prompts."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.has_begun = False
+
+    def after_step(self, result: StepResult | None) -> None:
+        run = self.run
+        if not self._is_due(result):
+            return
+        finish_copy(run)
+        evaluate(run)
+        write_samples(run)
+        if result is not None:
+            copy_to_memory(run, again=True)
+
+    def _is_due(self, result: StepResult | None) -> bool:
+        run, every = self.run, self.run.plan.train.eval_every
+        first, self.has_begun = not self.has_begun, True
+        if result is not None:
+            at_end = run.step == run.plan.train.max_steps
+            return not result.stops and (is_due(run.step, every) or at_end)
+        last = run.evaluations.last_step
+        # the run was stopped after a step, before the evaluation that follows the step
+        was_left = run.step > 0 and is_due(run.step, every) and last not in (None, run.step)
+        return first and (was_left or (run.step == 0 and run.plan.train.eval_first))
 
 
 @torch.no_grad()
@@ -125,7 +158,7 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
         run.progress.at_micro_batch(index, of=total, calls=0)
         at = divmod(index, num)
         batch, num_samples = to_device(data.micro_batch(*at), run.device), len(data.positions(*at))
-        with uncompiled(run, num_samples < run.plan.batch.micro_batch):
+        with uncompiled(run.plan, num_samples < run.plan.batch.micro_batch):
             found = _with_metrics(run, batch)
         if not num_samples or found is None:  # the forward ran because other ranks wait for it
             continue
@@ -191,7 +224,7 @@ def weights_of_metrics(run: Run) -> dict[str, str]:
     trial = to_device(run.trial, run.device)
     apart = [{name: tensor[at : at + 1] for name, tensor in trial.items()} for at in range(size)]
     try:
-        with uncompiled(run, True), unchanged(run.sharded.module, run.device):
+        with uncompiled(run.plan, True), unchanged(run.sharded.module, run.device):
             alone = [_with_metrics(run, batch) for batch in apart]
             rows = [at for at, one in enumerate(alone) if one is not None and one[2] is not None]
             together = {name: tensor[rows] for name, tensor in trial.items()}
@@ -240,12 +273,6 @@ def _checked(found: Any, dotted: str | None) -> dict[str, Any]:
             f"none of them called loss or {RESERVED}",
         )
     return dict(found)
-
-
-def uncompiled(run: Run, is_short: bool) -> AbstractContextManager[Any]:
-    """Run a short micro-batch as it is: a second shape would make compiled blocks dynamic."""
-    short = run.plan.train.compile and is_short
-    return torch.compiler.set_stance("force_eager") if short else nullcontext()
 
 
 def _over_all_ranks(metrics: Metrics) -> dict[str, float]:

@@ -26,8 +26,10 @@ from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.sharding.shards import local_shard
+from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
+from colotrain.spec.batch import is_due
 from colotrain.spec.mesh import DP_REPLICATE
 
 PIECE = 1 << 22
@@ -56,23 +58,35 @@ class Finding:
         return f"{what} {self.name} differ: {who}"
 
 
-def after_update(run: Run) -> None:
-    """Store checksums of what must not change, and compare copies. All ranks must call."""
-    run.checksums = dict(_sums(_state(run)))
-    found = _differing(run)
-    if found:
-        _judge(run, found, _differing(run))
+class Guard(Participant):
+    """Searches for corruption every `elastic.check_every` steps."""
 
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.checksums: dict[str, int] | None = None
+        """Checksums of this rank's state after the last update, until the next one."""
 
-def before_update(run: Run) -> None:
-    """Compare this rank's memory with the stored checksums, if any. All ranks must call."""
-    if run.checksums is None:
-        return
-    first = _agree(_changed(run.checksums, run))
-    second = _agree(_changed(run.checksums, run)) if first else []
-    run.checksums = None
-    if first:
-        _judge(run, first, second)
+    def before_update(self, agreed: Agreed) -> None:
+        """Compare this rank's memory with the stored checksums, if any."""
+        if self.checksums is None or not agreed.finite:
+            return
+        first = _agree(_changed(self.checksums, self.run))
+        second = _agree(_changed(self.checksums, self.run)) if first else []
+        self.checksums = None
+        if first:
+            _judge(self.run, first, second)
+
+    def after_step(self, result: StepResult | None) -> None:
+        """Store checksums of what must not change, and compare copies."""
+        run = self.run
+        if result is None:  # after a rollback they are those of other values
+            self.checksums = None
+        elif is_due(run.step, run.plan.elastic.check_every):
+            run.at("search for corruption")
+            self.checksums = dict(_sums(_state(run)))
+            found = _differing(run)
+            if found:
+                _judge(run, found, _differing(run))
 
 
 def checksum(tensor: Tensor) -> int:

@@ -32,6 +32,7 @@ def import_targets(plan: RunPlan) -> None:
         "data.target": plan.data.target,
         "data.collate": plan.data.collate,
         "train.metrics": plan.train.metrics,
+        "train.on_gradients": plan.train.on_gradients,
     }
     with seeded(plan.train.seed):
         for key, dotted in named.items():

@@ -6,7 +6,7 @@ to stop need not wait for the end of a micro-batch, which may take minutes, nor 
 hangs.
 
 An unfinished step is left by all ranks or by none. A rank may decide to leave only before it enters
-the all-reduce that ends the forward and backward passes of a step (`loop.agree`). That all-reduce
+the all-reduce that ends the forward and backward passes of a step (`train.agree`). That all-reduce
 then never completes on any rank, so that no rank updates its parameters. The rank announces its
 decision through the store, signed (`engine.notes`); the other ranks read it there and leave as
 well. While no rank wants to stop, nothing is exchanged.
@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,11 @@ from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.pieces import pieces_of
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.notes import Notes
+from colotrain.engine.process import patience_s
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
+from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, StepResult
 from colotrain.events import kinds
 
 LONG_STEP_S = 2.0
@@ -79,9 +82,23 @@ def interruptible(run: Run, what: str = "step") -> Iterator[None]:
             progress.last = None
 
 
-def note_duration(run: Run, seconds: float) -> None:
-    """Note the duration of a step, the same on all ranks, as the estimate for the next one."""
-    run.progress.is_long = seconds > LONG_STEP_S
+class StepDurations(Participant):
+    """Expects the next step to last as long: whether it may be left, and when a rank is silent."""
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        self.run, self.clock = run, clock
+
+    def asks(self) -> Mapping[str, Ask]:
+        # a GPU has not done yet what the host has queued: of it, the step before is known
+        gpu_s = self.clock.step_s
+        return {"step_s": Mean(self.run.progress.elapsed_s() if gpu_s is None else gpu_s)}
+
+    def before_update(self, agreed: Agreed) -> None:
+        self.run.progress.is_long = agreed["step_s"] > LONG_STEP_S
+
+    def after_step(self, result: StepResult | None) -> None:
+        if result is not None:  # only a first step is slow
+            self.run.heartbeat.patience_s = patience_s(self.run.plan, self.clock.laps)
 
 
 class Monitor:

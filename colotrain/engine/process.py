@@ -17,11 +17,12 @@ import torch.distributed as dist
 from colotrain import host
 from colotrain.addresses import LOOPBACK, address_towards, serve_store
 from colotrain.engine import exchange
-from colotrain.engine.loop import PATIENCE_FACTOR
 from colotrain.engine.notes import round_key
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
+PATIENCE_FACTOR = 5.0
+"""Factor on the expected time between two heartbeats, after which a rank counts as silent."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0
@@ -36,6 +37,16 @@ def start_patience(plan: RunPlan) -> float:
     micro_batch_s = plan.time.step_s / plan.batch.accumulation_steps
     starting_s = COMPILING_S if plan.train.compile else STARTING_S
     return max(plan.elastic.hang_timeout_s, starting_s, PATIENCE_FACTOR * micro_batch_s)
+
+
+def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
+    """Return the seconds for which a rank may be silent: a micro-batch may take long.
+
+    `laps` are the host's: on a GPU the host is silent while it waits for all that it has queued.
+    """
+    micro_batch_s = laps["compute_s"] / plan.batch.accumulation_steps
+    longest = max(micro_batch_s, laps["reduce_s"], laps["optimizer_s"])
+    return max(plan.elastic.hang_timeout_s, PATIENCE_FACTOR * longest)
 
 
 class StopRequest:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from colotrain.engine.early_stopping import is_over
 from colotrain.engine.run_state import Run
 from colotrain.engine.spans import Spans
+from colotrain.engine.step.participant import Any_, Ask, Participant, StepResult
 from colotrain.errors import message_of
 from colotrain.events.kinds import Note, Traced
 from colotrain.spec.observing import ProfilePlan
 
 
-class Profiler:
+class Profiler(Participant):
     """Traces the steps of this rank that the plan names, and those that somebody asks for.
 
     Its failures are notes: a trace never ends a run.
@@ -33,7 +36,19 @@ class Profiler:
         self._asked = False
         """Whether the window was asked for."""
 
-    def begin_step(self) -> None:
+    def asks(self) -> Mapping[str, Ask]:
+        asked = self.run.rank == 0 and self.run.rundir.profile_request() is not None
+        return {"profile": Any_(asked)}
+
+    def after_step(self, result: StepResult | None) -> None:
+        if result is not None and not result.stops:
+            self._end_step(asked=result.agreed["profile"])
+        if (result is not None and result.stops) or is_over(self.run):
+            self.close()
+        else:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         step, planned = self.run.step + 1, self.planned
         if self.window is None and planned is not None and planned.first <= step <= planned.last:
             self.window = planned
@@ -44,7 +59,7 @@ class Profiler:
         if self._torch is not None:
             self._spans.begin_step(step)
 
-    def end_step(self, *, asked: bool) -> None:
+    def _end_step(self, *, asked: bool) -> None:
         """End the step that is done; `asked`: somebody asks for a trace, as all ranks agree."""
         if self.window is None:
             if asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,21 @@ import torch
 
 from colotrain import module_tree
 from colotrain.dotted import described
+from colotrain.engine.gradients import noise
 from colotrain.engine.gradients.statistics import Recorder
 from colotrain.engine.precision import dtype_of
+from colotrain.engine.pressure import PressureMeter
 from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
-from colotrain.engine.run_state import Run, StepResult
+from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.shards import local_shard
+from colotrain.engine.spikes import LossSpikes
+from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.participant import Agreed, Any_, Ask, Participant, StepResult
 from colotrain.errors import MOST_WRITTEN, ColotrainError, message_of, shortened
 from colotrain.events.kinds import DeviceMemory, Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
+from colotrain.rundir import NOISE
+from colotrain.spec.batch import is_due
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
 FIX_MEMORY = (
@@ -33,67 +41,137 @@ def record_peak_flops(events: EventWriter, precision: str, device: torch.device)
     events.write(PeakFlops(flops_per_s=flops, what=f"measured {precision} matmul"))
 
 
-def record_step(
-    run: Run, result: StepResult, *, times: dict[str, Any], lr: float, skipped: bool
-) -> None:
-    """Write one event per rank and step; rank 0 adds what all ranks agreed on."""
-    rss, peak = memory_now()[0], highest_peak()
-    indices = range(run.plan.batch.accumulation_steps)
-    samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
-    if not run.plan.mesh.reads_first(run.rank, world=run.plan.world_size):
-        samples = []
-    values: dict[str, Any] = {**times, "samples": samples, "rss": rss, "peak": peak}
-    if run.rank == 0:
-        values |= {
-            "loss": result.loss,
-            "tokens": result.tokens,
-            "tokens_per_s": result.tokens / times["step_s"],
-            "grad_norm": result.grad_norm,
-            "clip_ratio": run.gradients.clip_ratio,
-            "lr": lr,
-            "optimizer_steps": run.optimizer.steps,
-            "total_micro_batches": run.micro_batches,
-            "skipped": skipped,
+def is_recorded(run: Run, agreed: Agreed, *, step: int) -> bool:
+    """Whether statistics of every gradient of `step` are due."""
+    return agreed["record"] or is_due(step, run.plan.observe.grads_every)
+
+
+class GradientRecords(Participant):
+    """Writes statistics of every gradient, when they are due or asked for; and noise, if asked."""
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        self.run, self.clock = run, clock
+        self.recorder: Recorder | None = None
+        self.noise: dict[str, Any] | None = None
+        """Noise between this step's micro-batches, as a `Gradients` event has it."""
+
+    def asks(self) -> Mapping[str, Ask]:
+        asked = self.run.rundir.grads_request() if self.run.rank == 0 else None
+        return {"record": Any_(asked is not None), "noise": Any_(asked == NOISE)}
+
+    def before_update(self, agreed: Agreed) -> None:
+        run = self.run
+        self.recorder = self.noise = None
+        if agreed["noise"] and agreed.finite:
+            with agreed.batches.again(phase="gradient noise") as batches:
+                self.noise = noise.measure(
+                    run.gradients,
+                    batches,
+                    num=run.plan.batch.accumulation_steps,
+                    totals=batches.totals(),
+                    samples=run.plan.batch.micro_batch,
+                )
+            self.clock.leave_out()
+        if is_recorded(run, agreed, step=run.step + 1):
+            self.recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
+            self.recorder.begin()
+        run.optimizer.observer = self.recorder
+
+    def after_step(self, result: StepResult | None) -> None:
+        """Write the record, which answers a request in the control folder."""
+        run = self.run
+        if result is None:
+            return
+        if self.recorder is not None:
+            run.at("record")
+            gradients = self.recorder.finish(run.step)
+            if run.rank == 0:
+                run.rundir.grads_request_file.unlink(missing_ok=True)
+                run.events.write(replace(gradients, noise=self.noise))
+        self.clock.lap("optimizer_s")
+
+
+class StepRecords(Participant):
+    """Writes one event per rank and step, and what the rank's memory and machine lack."""
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        self.run, self.clock = run, clock
+        self.pressure, self.spikes = PressureMeter(), LossSpikes()
+        self.baseline_bytes = 0
+        """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors."""
+        if run.device.type == "cpu":
+            self.baseline_bytes = max(0, memory_now()[0] - sum(lasting_bytes(run).values()))
+        self.memory_recorded = False
+        self.reserved_bytes = 0
+        """Most bytes that torch's allocator kept on the GPU, as last written."""
+
+    def after_step(self, result: StepResult | None) -> None:
+        if result is None:
+            return
+        run, times = self.run, self.clock.times()
+        rss, peak = memory_now()[0], highest_peak()
+        self._record_step(result, {**times, "rss": rss, "peak": peak})
+        if pressure := self.pressure.read(run.step):
+            run.events.write(pressure)
+        if is_recorded(run, result.agreed, step=run.step) or not self.memory_recorded:
+            self._record_memory(peak)
+        if torch.cuda.is_initialized():
+            self._record_device_memory()
+        if run.rank == 0 and (warning := self.spikes.check(result.agreed.loss)):
+            run.events.write(Note(step=run.step, text=f"step {run.step}: {warning}"))
+
+    def _record_step(self, result: StepResult, measured: dict[str, Any]) -> None:
+        """Write one event per rank; rank 0 adds what all ranks agreed on."""
+        run, agreed = self.run, result.agreed
+        indices = range(run.plan.batch.accumulation_steps)
+        samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
+        if not run.plan.mesh.reads_first(run.rank, world=run.plan.world_size):
+            samples = []
+        values = {**measured, "samples": samples}
+        if run.rank == 0:
+            values |= {
+                "loss": agreed.loss,
+                "tokens": agreed.tokens,
+                "tokens_per_s": agreed.tokens / measured["step_s"],
+                "grad_norm": agreed.grad_norm,
+                "clip_ratio": run.gradients.clip_ratio,
+                "lr": result.lr or 0.0,
+                "optimizer_steps": run.optimizer.steps,
+                "total_micro_batches": run.micro_batches,
+                "skipped": result.lr is None,
+            }
+        run.events.write(Step(step=run.step, micro_batches=agreed.totals.micro_batches, **values))
+
+    def _record_memory(self, peak: int) -> None:
+        """Write the bytes that this rank held at its peak, by category of the memory breakdown.
+
+        The remainder counts as activations: they, whole parameters and gradients, and all else that
+        exists only within a step. With tiers there is no such event, because tensors on disk are
+        not memory.
+        """
+        run = self.run
+        if run.tiers is not None or run.optimizer.torch is None:
+            return
+        grads = [p.grad for p in module_tree.parameters(run.sharded.module) if p.grad is not None]
+        held = {
+            **lasting_bytes(run),
+            "gradients": sum(local_shard(grad).nbytes for grad in grads),
+            "baseline": self.baseline_bytes,
         }
-    run.events.write(Step(step=run.step, micro_batches=result.totals.micro_batches, **values))
-    if pressure := run.pressure.read(run.step):
-        run.events.write(pressure)
-    if result.record or not run.memory_recorded:
-        record_memory(run, peak)
-    if torch.cuda.is_initialized():
-        record_device_memory(run)
-    if run.rank == 0 and (warning := run.spikes.check(result.loss)):
-        run.events.write(Note(text=f"step {run.step}: {warning}"))
+        self.memory_recorded = True
+        rest = max(0, peak - sum(held.values()))
+        run.events.write(PeakMemory(step=run.step, **held, activations=rest))
 
-
-def record_memory(run: Run, peak: int) -> None:
-    """Write the bytes that this rank held at its peak, in the categories of the memory breakdown.
-
-    The remainder counts as activations: they, whole parameters and gradients, and all else that
-    exists only within a step. With tiers there is no such event, because tensors on disk are not
-    memory.
-    """
-    if run.tiers is not None or run.optimizer.torch is None:
-        return
-    grads = [p.grad for p in module_tree.parameters(run.sharded.module) if p.grad is not None]
-    held = {
-        **lasting_bytes(run),
-        "gradients": sum(local_shard(grad).nbytes for grad in grads),
-        "baseline": run.baseline_bytes,
-    }
-    run.memory_recorded = True
-    rest = max(0, peak - sum(held.values()))
-    run.events.write(PeakMemory(step=run.step, **held, activations=rest))
-
-
-def record_device_memory(run: Run) -> None:
-    """Write what torch's allocator kept at most and what the device says, once there is more."""
-    reserved = torch.cuda.max_memory_reserved()
-    if reserved > run.reserved_bytes:
-        run.reserved_bytes = reserved
-        free, total = torch.cuda.mem_get_info()
-        outside = max(0, total - free - torch.cuda.memory_reserved())
-        run.events.write(DeviceMemory(step=run.step, reserved=reserved, free=free, outside=outside))
+    def _record_device_memory(self) -> None:
+        """Write what torch's allocator kept at most and what the device says, when it is more."""
+        reserved = torch.cuda.max_memory_reserved()
+        if reserved > self.reserved_bytes:
+            self.reserved_bytes = reserved
+            free, total = torch.cuda.mem_get_info()
+            outside = max(0, total - free - torch.cuda.memory_reserved())
+            self.run.events.write(
+                DeviceMemory(step=self.run.step, reserved=reserved, free=free, outside=outside)
+            )
 
 
 def lasting_bytes(run: Run) -> dict[str, int]:
@@ -110,15 +188,6 @@ def lasting_bytes(run: Run) -> dict[str, int]:
         ),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
     }
-
-
-def record_gradients(run: Run, recorder: Recorder, *, noise: dict[str, Any] | None) -> None:
-    """Write the statistics of this step, which answers a request in the control folder."""
-    run.at("record")
-    gradients = recorder.finish(run.step + 1)
-    if run.rank == 0:
-        run.rundir.grads_request_file.unlink(missing_ok=True)
-        run.events.write(replace(gradients, noise=noise))
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

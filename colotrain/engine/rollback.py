@@ -1,11 +1,13 @@
-"""Rolling back to the last good checkpoint and skipping the batches since.
+"""Steps that are not finite: the search for the origin, skipping them, and rolling back.
 
-PaLM (Chowdhery et al. 2022, section 5.1) did so: it went back about 100 steps before a loss spike
-and skipped the batches around it. The same weights then do not see the same data again, so the
-spike need not come back.
+A rollback goes to the last good checkpoint and skips the batches since. PaLM (Chowdhery et al.
+2022, section 5.1) did so: it went back about 100 steps before a loss spike and skipped the batches
+around it. The same weights then do not see the same data again, so the spike need not come back.
 """
 
 from __future__ import annotations
+
+import math
 
 from colotrain import module_tree
 from colotrain.engine.checkpoint import checkpoint
@@ -14,10 +16,50 @@ from colotrain.engine.checkpoint.manifest import read_manifest
 from colotrain.engine.checkpoint.memory_state import copy_to_memory
 from colotrain.engine.freezing import BY_MODEL, freeze_
 from colotrain.engine.gradients import gradients
+from colotrain.engine.gradients.nonfinite import describe, locate
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.step.participant import Agreed
 from colotrain.errors import ColotrainError
-from colotrain.events.kinds import Note, Rollback
+from colotrain.events.kinds import Nonfinite, Note, Rollback
+
+
+def skip_(run: Run, agreed: Agreed) -> bool:
+    """Leave out a step that is not finite, on every rank; returns whether the run goes on after it.
+
+    It does where fp16 or the plan says so; else the run is rolled back, or ends before the step can
+    harm the weights.
+    """
+    search = not run.loss_scale.can_fall
+    if search:
+        _search(run, agreed)
+    run.loss_scale.update(overflow=True)
+    if search and run.plan.train.on_nonfinite == "rollback":
+        roll_back_(run)
+        return False
+    return True
+
+
+def _search(run: Run, agreed: Agreed) -> None:
+    """Find where a loss or gradient stopped being finite; end the run if the plan says so."""
+    micro_batches = range(run.plan.batch.accumulation_steps)
+    ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
+    with agreed.batches.again(phase="search for the first value that is not finite") as batches:
+        origin = locate(run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets)
+    gradients.clear_(run.sharded.module)
+    where = f"it began in {describe(origin)}" if origin else "a second pass was clean"
+    problem = f"step {run.step + 1}: loss {agreed.loss}, gradient norm {agreed.grad_norm}; {where}"
+    if run.rank == 0:
+        run.events.write(origin or Nonfinite(step=run.step + 1))
+        run.events.write(Note(text=problem))
+    if run.plan.train.on_nonfinite == "stop":
+        fix = "lower optim.lr, or set train.on_nonfinite=skip or rollback"
+        if origin is not None and origin.input is not None:
+            fix = "correct or leave out these samples, or set train.on_nonfinite=skip"
+            raise ColotrainError(problem, fix)
+        if run.loss_scale.dynamic and not math.isfinite(agreed.loss):
+            fix = f"let the model compute its loss in float32 (logits.float()), {fix}"
+        raise ColotrainError(problem, fix)
 
 
 def roll_back_(run: Run) -> None:
@@ -27,7 +69,6 @@ def roll_back_(run: Run) -> None:
     rollbacks are an error, and so is having no checkpoint.
     """
     run.at("rollback")
-    run.must_roll_back = False
     offending, most = run.batch_index, run.plan.train.max_rollbacks
     if run.rollbacks >= most:
         raise ColotrainError(
@@ -48,7 +89,6 @@ def roll_back_(run: Run) -> None:
             parameter.requires_grad_(False)
     freeze_as_of(run, manifest.step)
     checkpoint.restore(run, path)
-    run.checksums = None
     run.rollbacks += 1
     run.skipped_batches = offending + 1 - run.step
     if run.copies is not None:

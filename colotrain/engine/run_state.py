@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from colotrain.data.read.loader import BatchLoader
-from colotrain.engine.accumulation import Batch, StepTotals
+from colotrain.engine.accumulation import Batch
 from colotrain.engine.checkpoint.manifest import Evaluations, Manifest
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
@@ -23,17 +21,15 @@ from colotrain.engine.gradients.gradients import GradientState
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import LossScale
-from colotrain.engine.pressure import PressureMeter
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.spans import enter_phase
-from colotrain.engine.spikes import LossSpikes
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
-AFTER_A_STEP = ("checkpoint", "evaluation", "memory copy", "search for corruption")
+AFTER_A_STEP = ("record", "checkpoint", "evaluation", "memory copy", "search for corruption")
 """Phases between the end of a step and the beginning of the next."""
 
 
@@ -98,8 +94,6 @@ class Run:
     optimizer: ShardOptimizer
     tiers: Tiers | None
     """Tiers of parameters, gradients and optimizer state; None where all stay on the device."""
-    waits_counted: bool = False
-    """Whether `engine.waiting` counts all that this rank waits for others in a step."""
     gradients: GradientState
     nominal_targets: float
     """Targets of a step when none is masked."""
@@ -122,7 +116,6 @@ class Run:
     progress: StepProgress = field(default_factory=StepProgress)
     is_monitored: bool = False
     """Whether a thread watches the steps, which may then be left unfinished."""
-    on_gradients: Callable | None = None
     metrics: Callable[[Batch, Any], Any] | None = None
     """The function `train.metrics`."""
     metric_weights: dict[str, str] | None = None
@@ -136,12 +129,6 @@ class Run:
     """Reason for which code in this process wants the run to stop."""
     stop_error: ColotrainError | None = None
     """Error that the run raises once it has saved; None where it just stops."""
-    pressure: PressureMeter = field(default_factory=PressureMeter)
-    spikes: LossSpikes = field(default_factory=LossSpikes)
-    generators: dict[str, Tensor] | None = None
-    """State of the random number generators at the beginning of the step."""
-    checksums: dict[str, int] | None = None
-    """Checksums of this rank's state after the last update, to be compared before the next one."""
     best: tuple[int, float] | None = None
     """Step and value of the best evaluation so far, where its checkpoint is to be kept."""
     evaluations: Evaluations = field(default_factory=lambda: Evaluations(last_step=-1))
@@ -149,18 +136,11 @@ class Run:
     saved_step: int = -1
     can_be_saved: bool = False
     """Whether the state was checked and a checkpoint can hold it."""
-    baseline_bytes: int = 0
-    """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors only."""
-    memory_recorded: bool = False
-    reserved_bytes: int = 0
-    """Most bytes that torch's allocator kept on the GPU, as last written."""
     restored: set[str] = field(default_factory=set)
     """Names of the parameters that came from a checkpoint."""
     skipped_batches: int = 0
     """Global batches that rollbacks skipped."""
     rollbacks: int = 0
-    must_roll_back: bool = False
-    """Whether the last step was not finite and the plan asks to roll back."""
 
     def at(self, phase: str) -> None:
         """Note what this rank does now, for the event of a failure, and send a heartbeat."""
@@ -195,30 +175,3 @@ class Run:
     def batch_index(self) -> int:
         """Index, in the data's order, of the global batch that the next step reads."""
         return self.step + self.skipped_batches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """The result of one step, on which all ranks agreed."""
-
-    loss: float
-    tokens: float
-    odd: float
-    """Micro-batches of the first step whose count may be none (`StepTotals.odd`); else 0."""
-    grad_norm: float
-    stop: bool
-    record: bool
-    """Whether statistics of every gradient are due."""
-    update_placement: bool
-    """Whether to place groups anew: a rank is short of memory, or the first step was measured."""
-    noise: bool
-    """Whether gradient noise was asked for, too."""
-    save: bool
-    """Whether a checkpoint is due."""
-    profile: bool
-    """Whether somebody asks for a trace."""
-    totals: StepTotals = field(repr=False)
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)

@@ -9,11 +9,11 @@ from torch import Tensor
 from colotrain.data.read.loader import BatchLoader, read_batch
 from colotrain.data.read.samples import StreamSamples
 from colotrain.engine import exchange, loss_trial
-from colotrain.engine.evaluation import uncompiled
 from colotrain.engine.loss_trial import MOST_SAMPLES
 from colotrain.engine.precision import cast_dtype, cast_inputs
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.unchanged import uncompiled
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
@@ -71,7 +71,7 @@ def find_targets(run: Run) -> None:
         return
     run.at("trial forward")
     samples = {name: tensor.to(run.device) for name, tensor in run.trial.items()}
-    with uncompiled(run, True):
+    with uncompiled(run.plan, True):
         found = loss_trial.examine(
             model,
             samples,

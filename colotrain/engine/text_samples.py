@@ -12,10 +12,9 @@ from torch import Tensor
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.tokens import decode, prepare_all
-from colotrain.engine.evaluation import uncompiled
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
-from colotrain.engine.unchanged import unchanged
+from colotrain.engine.unchanged import unchanged, uncompiled
 from colotrain.events.kinds import Note
 
 SHOWN = 200
@@ -35,7 +34,7 @@ def write_samples(run: Run) -> None:
     source = prepare_all(run.plan.data)[0]
     encoder = _encoder(run, source)
     lines = []
-    with torch.no_grad(), unchanged(run.sharded.module, run.device), uncompiled(run, True):
+    with torch.no_grad(), unchanged(run.sharded.module, run.device), uncompiled(run.plan, True):
         for prompt, tokens in zip(plan.prompts, encoder.encode([*plan.prompts]), strict=True):
             begun = [*encoder.frame.before, *map(int, tokens)]  # as a document begins
             ids = _continued(run, begun, encoder, plan.max_tokens)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
 from colotrain import module_tree
 from colotrain.engine import generators
+from colotrain.spec.plan import RunPlan
 from colotrain.torch_internals import BatchNorms, Dropouts
 
 
@@ -32,6 +34,12 @@ def unchanged(model: nn.Module, device: torch.device, *, everything: bool = True
         generators.set_states(device, states)
         for module, mode in modes.items():
             module.training = mode
+
+
+def uncompiled(plan: RunPlan, is_short: bool) -> AbstractContextManager[Any]:
+    """Run a short micro-batch as it is: a second shape would make compiled blocks dynamic."""
+    short = plan.train.compile and is_short
+    return torch.compiler.set_stance("force_eager") if short else nullcontext()
 
 
 @contextmanager

@@ -36,15 +36,15 @@ from colotrain.engine.checkpoint.whole_copy import WholeCopy
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
-from colotrain.engine.loop import train
 from colotrain.engine.offload import page_locked
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import LossScale
-from colotrain.engine.probes import memory_now, own_log
+from colotrain.engine.probes import own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
-from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
+from colotrain.engine.recording import record_failure, record_peak_flops
 from colotrain.engine.references import add_references_
 from colotrain.engine.run_state import Run
+from colotrain.engine.step.train import train
 from colotrain.engine.targets import agree_on_targets
 from colotrain.engine.teacher import ask_teacher_
 from colotrain.errors import ColotrainError
@@ -84,8 +84,6 @@ def main(path: str) -> int:
         if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             record_peak_flops(events, plan.train.precision, device)
         run = prepare(plan, rundir, device=device, events=events, stop=stop, heartbeat=heartbeat)
-        if device.type == "cpu":
-            run.baseline_bytes = max(0, memory_now()[0] - sum(lasting_bytes(run).values()))
         announce(run, attempt)
         monitor.start(run)
         train(run)
@@ -222,7 +220,6 @@ def assemble(
         sharded=sharded,
         optimizer=optimizer,
         tiers=building.tiers,
-        waits_counted=building.waits_counted,
         gradients=gradients.watch(sharded, frozen=building.frozen.reasons),
         nominal_targets=targets[0],
         trial=targets[1],
@@ -240,8 +237,6 @@ def assemble(
     run.saver.beat = lambda: run.at(run.phase)
     if isinstance(samples, StreamSamples):
         samples.beat = run.saver.beat
-    if plan.train.on_gradients:
-        run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     if plan.train.metrics:
         run.metrics = import_target("train.metrics", plan.train.metrics)
     return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
-from colotrain.engine import exchange, loop
+from colotrain.engine import exchange
 from colotrain.engine.gradients import gradients
 from colotrain.engine.process import StopRequest, connect
+from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.shards import local_shard
+from colotrain.engine.step.participants import OnGradients
+from colotrain.engine.step.train import train
 from colotrain.engine.worker import prepare
 from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
@@ -62,9 +66,10 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
         began_with = run.loss_scale.scale = scale or run.loss_scale.scale
         run.train_data = masked_loader(run.train_data, plan)
         recorder = Recorder()
-        run.on_gradients = recorder.record
+        run.plan = replace(plan, train=replace(plan.train, on_gradients=None))
         with without_dropout(run.sharded.module):
-            outcome, scale = loop.train(run), run.loss_scale.scale
+            outcome = train(run, OnGradients(run, recorder.record))
+        scale = run.loss_scale.scale
         if scale >= began_with or outcome == "stopped":
             break
     recorder.parameters.append(_whole(run.sharded.module))
@@ -153,7 +158,7 @@ def _join(pieces: dict[Index, Tensor]) -> Tensor:
     return whole
 
 
-def write(case: RunDir, recorder: Recorder, run: loop.Run, attempt: int) -> None:
+def write(case: RunDir, recorder: Recorder, run: Run, attempt: int) -> None:
     tensors: dict[str, Tensor] = {}
     for step, values in enumerate(recorder.gradients):
         tensors |= {f"gradient.{step}.{n}": t.contiguous() for n, t in values.items()}

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from colotrain.engine import loop, monitor
+from colotrain.engine import monitor
+from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
 
 monitor.LONG_STEP_S, monitor.PATIENCE_S, monitor.SHORTEST_PAUSE_S = -1.0, 0.2, 0.1
@@ -54,7 +55,7 @@ class Model(nn.Module):
         if number := int(os.environ["SIGNAL"]):
             os.kill(os.getpid(), number)
         else:
-            [run] = [o for o in gc.get_objects() if isinstance(o, loop.Run)]
+            [run] = [o for o in gc.get_objects() if isinstance(o, Run)]
             error = ColotrainError("memory is nearly used up", "lower train.micro_batch")
             run.ask_to_stop("no memory", error=error)
         time.sleep(600)

@@ -147,10 +147,10 @@ def test_a_checkpoint_in_which_a_rank_died_is_made_up_for(
 
 LONG_STEP = """
 import os, time
-from colotrain.engine import loop
+from colotrain.engine.step.batches import Batches
 from tests.faults import plant
 
-fetch = loop.Fetch.__iter__
+fetch = Batches.__iter__
 
 def slowly(self):
     for batch in fetch(self):
@@ -163,7 +163,7 @@ def slowly(self):
             plant.kill(None)
         yield batch
 
-loop.Fetch.__iter__ = slowly
+Batches.__iter__ = slowly
 
 def planted(model, step):
     pass
@@ -191,16 +191,16 @@ def test_a_rank_that_finishes_a_step_is_waited_for(
     """Rank 1 is killed as soon as it has copied step 6, which rank 0 copies two seconds later."""
     (colotrain.cwd / "late_copy.py").write_text(
         "import time\n"
-        "from colotrain.engine import loop\n"
+        "from colotrain.engine.step import participants\n"
         "from tests.faults import plant\n"
-        "copy = loop.copy_to_memory\n"
+        "copy = participants.copy_to_memory\n"
         "def planted(model, step):\n    pass\n"
         "def late(run, **again):\n"
         "    if run.step == 6 and run.rank == 0 and plant.once():\n        time.sleep(2)\n"
         "    copy(run, **again)\n"
         "    if run.step == 6 and run.rank == 1 and plant.once('killed'):\n"
         "        plant.kill(None)\n"
-        "loop.copy_to_memory = late\n"
+        "participants.copy_to_memory = late\n"
     )
     result = run(colotrain, "plugin=zero2", "train.on_gradients=late_copy:planted")
     assert resumed(colotrain) == [(6, True)]

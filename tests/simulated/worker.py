@@ -21,7 +21,8 @@ import torch  # isort: skip
 import torch.distributed as dist
 
 import colotrain
-from colotrain.engine import loop, worker
+from colotrain.engine import worker
+from colotrain.engine.step.train import train
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.launch.memory_files import COPIES
 from colotrain.records import to_plain
@@ -83,7 +84,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
                 gpu.forget()
             groups = run.sharded.mesh.get_all_groups()
             found |= {"timeout_s": timeout_s(), "shortest_timeout_s": timeout_s(*groups)}
-            found["outcome"] = loop.train(run)
+            found["outcome"] = train(run)
             found["restored"] = run.step
         finally:
             dist.destroy_process_group()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine import loop
 from colotrain.engine.accumulation import weighted_loss
 from colotrain.engine.gradients import gradients
 from colotrain.engine.loss_trial import examine
 from colotrain.engine.precision import cast_inputs
+from colotrain.engine.step.batches import Batches
 from colotrain.errors import ColotrainError
 from colotrain.models.outputs import TARGETS, TargetRule
 from colotrain.planner.traced.tracing import loss_of
@@ -161,12 +161,12 @@ def test_a_second_pass_over_a_step_leaves_buffers_as_they_were(
         phase="",
         micro_batches=4,
         at=lambda phase: None,
-        generators=None,
+        device=torch.device("cpu"),
         sharded=SimpleNamespace(module=norm),
         gradients=None,
     )
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    with loop.again(run, phase="noise"):
+    with Batches(run).again(phase="noise"):
         assert torch.is_grad_enabled()
         norm(torch.randn(5, 3))
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())

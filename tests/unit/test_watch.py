@@ -37,7 +37,7 @@ DUMP = """Thread 0x01 (most recent call first):
 
 Current thread 0x02 (most recent call first):
 {frames}
-  File "/site/colotrain/engine/loop.py", line 100 in train
+  File "/site/colotrain/engine/step/train.py", line 100 in train
   File "/site/colotrain/engine/worker.py", line 50 in main
 """
 WAITS = '  File "/torch/distributed/distributed_c10d.py", line 9 in all_reduce'

@@ -77,8 +77,6 @@ class Build:
     sharded: ShardedModel = field(init=False)
     transport: Transport | None = None
     shared_parameters: SharedParameters | None = None
-    waits_counted: bool = False
-    """Whether `engine.waiting` counts all that a rank waits for others in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +224,6 @@ def fill(build: Build) -> None:
 def count_waits(build: Build) -> None:
     if build.transport is None and build.sharded.mesh.size() > 1:
         count_waits_(build.sharded)
-    build.waits_counted = True
 
 
 def recomputes(how: str) -> Callable[[RunPlan], bool]:

@@ -67,6 +67,7 @@ class ShardOptimizer:
         self.torch: torch.optim.Optimizer | None = None
         self._given: list[dict[str, Any]] = []
         """Settings of each parameter group of the user's own optimizer before any step."""
+        self.observer: UpdateObserver | None = None
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
@@ -142,7 +143,7 @@ class ShardOptimizer:
         for group in self.torch.param_groups:
             group["params"] = [shard for shard in group["params"] if shard not in dropped]
 
-    def step(self, *, factor: float, watch: UpdateObserver | None = None) -> float:
+    def step(self, *, factor: float) -> float:
         """Update once with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
         if self.streams and self.plan.name not in OPTIMIZERS:
@@ -156,11 +157,11 @@ class ShardOptimizer:
         self._calls, visits = 0, 0
         for names in self._groups_to_update():
             visits += 1
-            if watch is not None:
-                watch.before_update(names)
+            if self.observer is not None:
+                self.observer.before_update(names)
             self._update(names, factor)
-            if watch is not None:
-                watch.after_update(names)
+            if self.observer is not None:
+                self.observer.after_update(names)
         self.steps += self._calls // max(visits, 1)
         return lr
 

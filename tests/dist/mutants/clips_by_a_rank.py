@@ -2,22 +2,19 @@
 
 import math
 
-from colotrain.engine import loop
 from colotrain.engine.gradients import gradients
+from colotrain.engine.step import train
 from colotrain.verify import worker
 
-update = loop.update_
+update = train.update_
 
 
-def update_(run, result, recorder=None):
+def update_(run):
     squares = gradients.local_statistics(run.gradients, run.device)[0].sum().item()
-    own = math.sqrt(squares) * run.gradients.factor
-    return update(run, loop.dataclasses.replace(result, grad_norm=own), recorder)
+    run.gradients.norm = math.sqrt(squares) * run.gradients.factor
+    return update(run)
 
 
 def main(path: str) -> int:
-    import dataclasses
-
-    loop.dataclasses = dataclasses
-    loop.update_ = update_
+    train.update_ = update_
     return worker.main(path)

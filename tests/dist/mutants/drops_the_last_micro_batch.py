@@ -2,10 +2,10 @@
 
 from itertools import islice
 
-from colotrain.engine import loop
+from colotrain.engine.step import train
 from colotrain.verify import worker
 
-accumulate = loop.accumulate
+accumulate = train.accumulate
 
 
 def without_last(state, batches, *, num, totals):
@@ -13,5 +13,5 @@ def without_last(state, batches, *, num, totals):
 
 
 def main(path: str) -> int:
-    loop.accumulate = without_last
+    train.accumulate = without_last
     return worker.main(path)

@@ -1,0 +1,1 @@
+"""The step of a run, and what takes part in it."""

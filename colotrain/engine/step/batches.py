@@ -1,0 +1,64 @@
+"""The micro-batches of one step, which can be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from colotrain.engine import generators
+from colotrain.engine.accumulation import Batch, StepTotals, to_device
+from colotrain.engine.gradients import gradients
+from colotrain.engine.run_state import Run
+from colotrain.engine.step.clock import StepClock
+from colotrain.engine.unchanged import kept_buffers
+
+
+class Batches:
+    """The micro-batches of the next step, on the device."""
+
+    def __init__(self, run: Run, clock: StepClock | None = None) -> None:
+        self.run, self.clock = run, clock
+        self.generators = generators.states(run.device)
+        """State of the random number generators before the step."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        run, num = self.run, self.run.plan.batch.accumulation_steps
+        for index in range(num):
+            run.at("data")
+            with self.clock.fetching() if self.clock is not None else nullcontext():
+                batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
+            run.at("forward or backward")
+            run.progress.at_micro_batch(index, of=num, calls=len(run.sharded.calls))
+            run.micro_batches += 1
+            yield batch
+
+    def totals(self) -> StepTotals:
+        """Return sums to which a pass over the micro-batches adds."""
+        run = self.run
+        nothing = torch.zeros(3, dtype=torch.float64, device=run.device)
+        return StepTotals(
+            nominal=run.nominal_targets,
+            loss_scale=run.loss_scale.scale,
+            loss_sum=nothing[0],
+            count=nothing[1],
+            odd=nothing[2],
+            asks_odd=run.step == 0,
+        )
+
+    @contextmanager
+    def again(self, *, phase: str) -> Iterator[Batches]:
+        """Yield the same micro-batches, for a pass with the same weights and random numbers."""
+        run = self.run
+        before, done = run.phase, run.micro_batches
+        run.at(phase)
+        generators.set_states(run.device, self.generators)
+        gradients.clear_(run.sharded.module)
+        with torch.no_grad(), kept_buffers(run.sharded.module), torch.enable_grad():
+            yield Batches(run)
+        if run.tiers is not None:
+            run.tiers.transfers.wait_for_gradients()
+        gradients.drop_unused_(run.gradients)
+        run.micro_batches = done  # the second pass is not training
+        run.at(before)

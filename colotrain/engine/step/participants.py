@@ -1,0 +1,217 @@
+"""What takes part in the steps of a run, beside the step itself, in its order.
+
+Participants whose state is more than a line or two have modules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from colotrain.dotted import import_target
+from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.evaluation import Evaluator
+from colotrain.engine.guard import Guard
+from colotrain.engine.monitor import StepDurations
+from colotrain.engine.profiling import Profiler
+from colotrain.engine.recording import GradientRecords, StepRecords
+from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.participant import (
+    Agreed,
+    Any_,
+    Ask,
+    Mean,
+    Participant,
+    Same,
+    StepResult,
+)
+from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note
+from colotrain.spec.batch import is_due
+from colotrain.spec.plan import READ_BACK
+
+
+class StopRequests(Participant):
+    """Tells all ranks that one is asked to stop; a smoke run stops after its first step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.leaves_early = run, run.plan.smoke and run.step == 0
+
+    def asks(self) -> Mapping[str, Ask]:
+        run = self.run
+        run.stop_reason = run.reason_to_stop() or (READ_BACK if self.leaves_early else None)
+        return {"stop": Any_(run.stop_reason is not None)}
+
+
+class SameBlocks(Participant):
+    """Refuses a step in which ranks ran different blocks, or in another order."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def asks(self) -> Mapping[str, Ask]:
+        sharded = self.run.sharded
+        order, stage = sharded.order_of_calls(), sharded.stage
+        return {"same_blocks": Same(order, stage.index, stage.count)}
+
+    def before_update(self, agreed: Agreed) -> None:
+        if not agreed["same_blocks"]:
+            raise ColotrainError(
+                f"step {self.run.step + 1}: ranks ran different blocks, or in another order",
+                "let every rank call every block in every forward",
+            )
+
+
+class FirstStepNotes(Participant):
+    """Says of the first step that it has no targets, or what may be taken for their number."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def before_update(self, agreed: Agreed) -> None:
+        run = self.run
+        if run.rank == 0 and run.step == 0 and not agreed.tokens:
+            text = "step 1 has no target (every label is -100): nothing is learned from its samples"
+            run.events.write(Note(step=1, text=f"warning: {text}"))
+        elif run.rank == 0 and agreed.odd:
+            text = (
+                f"step 1 has {agreed.tokens:.4g} targets: of two values of a forward "
+                "or loss the second is their number or summed weight; a metric belongs in a dict, "
+                'as {"loss": loss, "accuracy": value}'
+            )
+            run.events.write(Note(step=1, text=text))
+
+
+class Placement(Participant):
+    """Places groups in tiers anew, from the memory used so far, where a rank is short of memory."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def asks(self) -> Mapping[str, Ask]:
+        tiers = self.run.tiers
+        if tiers is None:
+            return {}
+        short = tiers.policy.exceeds_budget()  # also after the first step, which is measured
+        tiers.transfers.order_gradients()  # whose norms are summed next
+        return {"short_of_memory": Any_(short)}
+
+    def before_update(self, agreed: Agreed) -> None:
+        """If the new placement fails (a full disk), the steps done so far are saved first."""
+        run, tiers = self.run, self.run.tiers
+        if tiers is None or not agreed["short_of_memory"]:
+            return
+        before, run.phase = run.phase, "placement"
+        first = not tiers.policy.measured
+        run.saver.before_update()  # the save may read from tensors that move
+        try:
+            changed = tiers.update_placement(run.optimizer)
+        except ColotrainError:
+            if run.step:
+                checkpoint.save(run)
+                checkpoint.finish_saving(run)
+            raise
+        run.phase = before
+        if run.rank == 0 and (changed or first):
+            run.events.write(tiers.policy.describe(run.step))
+        if run.rank == 0 and tiers.policy.cannot_offload_more:
+            text = "plugin.budget is exceeded, and nothing is left that could go to a lower tier"
+            run.events.write(Note(text=f"step {run.step + 1}: {text}"))
+
+
+class MemoryCopying(Participant):
+    """Copies the state after a step to the launcher's memory."""
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        self.run, self.clock = run, clock
+
+    def asks(self) -> Mapping[str, Ask]:
+        finish_copy(self.run)  # only once the ranks have met may one of them begin the next copy
+        copies = self.run.copies
+        return {"copy_s": Mean(copies.seconds if copies is not None else 0.0)}
+
+    def before_update(self, agreed: Agreed) -> None:
+        if self.run.copies is not None:
+            self.run.copies.note_durations(agreed["step_s"], agreed["copy_s"])
+
+    def after_step(self, result: StepResult | None) -> None:
+        if result is not None:
+            copy_to_memory(self.run)
+            self.clock.lap("copy_s")
+
+
+class Saving(Participant):
+    """Writes checkpoints when they are due."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def asks(self) -> Mapping[str, Ask]:
+        return {"save": Any_(self.run.saver.is_due())}
+
+    def before_update(self, agreed: Agreed) -> None:
+        if agreed.finite:
+            self.run.saver.before_update()
+
+    def after_step(self, result: StepResult | None) -> None:
+        if self._is_due(result):
+            checkpoint.save(self.run)
+
+    def _is_due(self, result: StepResult | None) -> bool:
+        run = self.run
+        is_best = run.best is not None and run.best[0] == run.step
+        due = is_best or is_due(run.step, run.plan.checkpoint.every)
+        if result is not None:  # a run that stops is saved in any case
+            return not result.stops and (result.agreed["save"] or due)
+        ended_in_it = run.copies is not None and run.copies.resumed and due  # the attempt before
+        # a run that may roll back always has a checkpoint of its own
+        return ended_in_it or run.plan.train.on_nonfinite == "rollback"
+
+
+class OnGradients(Participant):
+    """Calls a function with the model when its gradients can be read: `train.on_gradients`."""
+
+    def __init__(self, run: Run, function: Callable[[nn.Module, int], Any] | None = None) -> None:
+        self.run, self.function, dotted = run, function, run.plan.train.on_gradients
+        if function is None and dotted:
+            self.function = import_target("train.on_gradients", dotted)
+
+    def before_update(self, agreed: Agreed) -> None:
+        if agreed.finite and self.function is not None:
+            self.function(self.run.sharded.module, self.run.step)
+            reshard(self.run.sharded)  # it may have changed what is frozen
+
+
+def participants_of(run: Run, clock: StepClock) -> list[Participant]:
+    """Return what takes part in the steps of `run`, in the one order of all three moments."""
+    return [
+        # What an answer decides for all others comes first.
+        StopRequests(run),
+        SameBlocks(run),
+        FirstStepNotes(run),
+        # Placement measures the memory of the step's own passes, before noise makes a second one.
+        Placement(run),
+        # Noise comes before statistics begin: afterwards gradients are those of the step again.
+        # A record is part of the update's time.
+        GradientRecords(run, clock),
+        # It reads the times of compute, reduction and update, which are complete now.
+        StepDurations(run, clock),
+        # A copy has its own time, and a step is recorded once that is known.
+        MemoryCopying(run, clock),
+        # A step is recorded before anything can fail that is no part of it.
+        StepRecords(run, clock),
+        # Corrupt values are found before they are evaluated or saved.
+        Guard(run),
+        # A checkpoint holds the evaluation of its step, which decides whether it is the best one.
+        Evaluator(run),
+        Saving(run),
+        # Users' code may change parameters, once they are compared and what is to be saved is kept.
+        OnGradients(run),
+        # A traced step contains all that the others do.
+        Profiler(run),
+    ]
