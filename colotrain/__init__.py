@@ -15,10 +15,11 @@ The Python API is as small as the command line, and lazy: importing it imports n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # importing `typing` would be half of the time until `__main__` begins
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
     from torch import nn
 
     from colotrain.engine.gradients.gradients import GradView

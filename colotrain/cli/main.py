@@ -358,8 +358,8 @@ def verbs() -> list[str]:
     return [*names, *(str(group.name) for group in app.registered_groups)]
 
 
-def main() -> None:
-    """Entry point: user errors are printed as one line each, bugs as tracebacks."""
+def main() -> int:
+    """Return the exit code: user errors are printed as one line each, bugs as tracebacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=TO_ASCII)
@@ -369,7 +369,7 @@ def main() -> None:
     except BrokenPipeError:  # its reader (`| head`) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1  # as click does when it notices this earlier
-    sys.exit(code)
+    return code
 
 
 def guarded(arguments: list[str]) -> int:

@@ -272,7 +272,7 @@ def test_a_reader_that_has_gone_ends_it_quietly(length: int) -> None:
     code = (
         "import sys; from colotrain.cli import completion, main\n"
         f"completion.script = lambda *a: 'x' * {length}\n"
-        "sys.argv = ['colotrain', 'completion', 'bash']; main.main()"
+        "sys.argv = ['colotrain', 'completion', 'bash']; sys.exit(main.main())"
     )
     reader, writer = os.pipe()
     os.close(reader)

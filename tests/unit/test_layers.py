@@ -43,7 +43,7 @@ class Rule:
 # Folder → rule; a folder without one of its own has that of the folder it is in.
 RULES = {
     "": Rule("spec", "psutil", "runs events engine torch"),
-    "__main__": Rule("cli launch.server"),
+    "__main__": Rule("cli launch.server spec"),
     **dict.fromkeys(("torch_internals", "module_tree"), Rule("", "torch")),
     "spec": Rule(""),
     "events": Rule("spec"),

@@ -83,8 +83,7 @@ def warm_up(*, to_plan: bool = False) -> None:
     with _group_signals_ignored():
         resource_tracker.ensure_running()
     threading.Thread(target=_ensure_running, daemon=True).start()
-    if to_plan:
-        atexit.register(_end_server)
+    atexit.register(end_server)
 
 
 def _ensure_running() -> None:
@@ -93,7 +92,7 @@ def _ensure_running() -> None:
         forkserver.ensure_running()
 
 
-def _end_server() -> None:
+def end_server() -> None:
     """Kill the server, so that a reader of this process's output need not wait for its imports."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid:
