@@ -29,8 +29,8 @@ from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
+from colotrain.spec.axes import DP_REPLICATE
 from colotrain.spec.batch import is_due
-from colotrain.spec.mesh import DP_REPLICATE
 
 PIECE = 1 << 22
 """Numbers of 8 bytes that are summed at once."""

@@ -68,7 +68,7 @@ def _loader(
         _with_more(samples, plan, split, rundir),
         order,
         plan.batch,
-        rank=plan.mesh.data_rank(rank, world=plan.world_size),
+        rank=plan.ranks.reader(rank),
         draw_seed=planned_draw_seed(samples, plan),
         end=end,
         collate=planned_collate(plan.data),

@@ -26,6 +26,7 @@ from colotrain.errors import MOST_WRITTEN, ColotrainError, message_of, shortened
 from colotrain.events.kinds import DeviceMemory, Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
 from colotrain.rundir import NOISE
+from colotrain.spec.axes import SAMPLES
 from colotrain.spec.batch import is_due
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
@@ -125,7 +126,7 @@ class StepRecords(Participant):
         run, agreed = self.run, result.agreed
         indices = range(run.plan.batch.accumulation_steps)
         samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
-        if not run.plan.mesh.reads_first(run.rank, world=run.plan.world_size):
+        if not run.plan.ranks.is_first(run.rank, *SAMPLES):
             samples = []
         values = {**measured, "samples": samples}
         if run.rank == 0:

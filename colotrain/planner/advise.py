@@ -13,8 +13,8 @@ from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, larger, predict
 from colotrain.planner.time import Part, chunk_shares, step_time
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
-from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.plan import Prediction, Recompute
 from colotrain.spec.survey import Survey, Trace
 

@@ -18,7 +18,7 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, around
 from colotrain.records import to_plain
 from colotrain.rundir import write_atomically
-from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plan import DataPlan, ModelPlan, TrainPlan
 from colotrain.spec.survey import Survey, Trace

@@ -16,7 +16,7 @@ from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies
-from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import LossStudy, Survey, Trace

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from colotrain.config.schema import Config
 from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.batch import Batch
-from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.sequence import BlockSequence, Costs, balance

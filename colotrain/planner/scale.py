@@ -13,8 +13,8 @@ from colotrain.planner.hardware import Hardware, Sheet, from_sheet, typical_cpu
 from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine
 from colotrain.planner.rates import hardware_of, known
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.batch import Batch, Sizes, solve
-from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.sequence import BlockSequence
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.mesh import DP_REPLICATE, DP_SHARD, MeshPlan
 from colotrain.spec.objectives import DistillPlan, MaskedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
@@ -59,7 +59,7 @@ class PluginPlan:
     @property
     def is_hybrid(self) -> bool:
         """Whether the mesh has a `dp_replicate` axis."""
-        return DP_REPLICATE in self.mesh_axes
+        return len(self.mesh) > 1
 
     @property
     def dp_shard(self) -> int:
@@ -362,6 +362,12 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
     smoke: bool = False
     """Whether ranks that start from scratch save and exit after a step, which others resume."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The arrangement of the ranks, of the plugin's axes and the others."""
+        shard = self.plugin.dp_shard if self.plugin.is_hybrid else None
+        return Ranks.of(self.mesh, world=self.world_size, shard=shard)
 
     def to_json(self) -> str:
         return json.dumps(to_plain(self), indent=2) + "\n"

@@ -30,7 +30,7 @@ from colotrain.show.console import stdout_console
 from colotrain.show.dashboard import KEYS
 from colotrain.show.live import LASTING
 from colotrain.show.progress import message_of, print_summary
-from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import Prediction
 from tests.running import SMALL, Colotrain
 

@@ -18,7 +18,7 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.view import RankView, RunView, stages
 from colotrain.models.llm import LLM
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
-from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.axes import SAMPLES, STAGE, MeshPlan, Ranks
 from colotrain.spec.pipeline_schedule import bubble, pipeline_time
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
@@ -202,11 +202,10 @@ def test_a_split_is_as_good_as_any() -> None:
 
 
 def test_ranks_of_a_stage_follow_one_another_and_stages_read_the_same_samples() -> None:
-    mesh = MeshPlan(pp=2, tp=2)
-    assert [mesh.data_rank(rank, world=8) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    firsts = [rank for rank in range(8) if mesh.reads_first(rank, world=8)]
-    assert firsts == [0, 2]
-    assert mesh.together == 4
+    ranks = Ranks.of(MeshPlan(pp=2, tp=2), world=8)
+    assert [ranks.reader(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert ranks.groups(*STAGE) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert ranks.groups(*SAMPLES) == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert BlockSequence().stages_of("unused", (1, 1)) == (0,)
 
 

@@ -24,7 +24,7 @@ from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.errors import ColotrainError
-from colotrain.spec.mesh import DP_SHARD
+from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
 from colotrain.torch_internals import multiply, multiply_

@@ -29,7 +29,7 @@ from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
 from colotrain.engine.waiting import waiting
 from colotrain.models.huggingface_attention import OWN_LAYERS
-from colotrain.spec.mesh import PP
+from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import call_instead_, wait_as_long_as_all_

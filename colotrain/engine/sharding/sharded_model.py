@@ -49,7 +49,7 @@ from colotrain.engine.sharding.parameters import (
 from colotrain.engine.sharding.shards import shards_of, slices_of
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.mesh import DP_REPLICATE, DP_SHARD, PP, TP
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
 from colotrain.torch_internals import wait_as_long_as_all_

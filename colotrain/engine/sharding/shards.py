@@ -13,7 +13,7 @@ from colotrain import module_tree
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.filling import Shards
-from colotrain.spec.mesh import DP_REPLICATE, DP_SHARD
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD
 
 
 def shard_range(parameter: DTensor) -> tuple[int, int]:

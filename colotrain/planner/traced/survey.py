@@ -51,8 +51,8 @@ from colotrain.models.seeding import seeded
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
-from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import Exchange, LossStudy, ParameterInfo, Survey, Trace
