@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients import gradients
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.sharding.grouping import find_groups
-from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
+from colotrain.engine.sharding.sharded_model import materialise_, shard_
 from colotrain.engine.shm.all_gather import Channel
 from colotrain.engine.shm.transport import SharedAllGather, install
 from colotrain.models.loading import build
@@ -128,7 +129,7 @@ def engine_step(plan: RunPlan, *, shared: bool) -> Action:
     model = build(plan.model, seed=0)
     batches = batches_of(plan)
     groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=next(batches))
-    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
+    sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)
     transport = install(sharded) if shared else None
     materialise_(sharded, device="cpu", seed=0)
     optimizer = ShardOptimizer(plan.optim, max_steps=1000)

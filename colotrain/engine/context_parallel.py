@@ -1,4 +1,4 @@
-"""The process groups of context parallelism, and their collectives."""
+"""Dividing the tokens of samples among ranks (`mesh.cp`), and their collectives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.shm.all_gather import Channel
 from colotrain.engine.shm.shared_memory import Unavailable
 from colotrain.errors import ColotrainError
@@ -16,31 +17,24 @@ from colotrain.models.context_parallel import (
     SequenceShard,
     divide_sequences_,
 )
+from colotrain.spec.axes import CP
 from colotrain.spec.plan import RunPlan
-from colotrain.torch_internals import all_gather, reduce_scatter, wait_as_long_as_all_
+from colotrain.torch_internals import all_gather, reduce_scatter
 
 
-def divide_among_ranks_(model: nn.Module, plan: RunPlan) -> None:
+def divide_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> None:
     """Let each rank compute its part of every sample, as `mesh.cp` says. All ranks must call.
 
     No forward may run on a single rank afterwards: it waits for the other ranks of its group.
     """
-    size, apart, rank = plan.mesh.cp, plan.mesh.tp, dist.get_rank()
-    if size == 1:
+    if (size := comms.ranks.size(CP)) == 1:
         return
     if not hasattr(model, ATTRIBUTE):
         raise ColotrainError(
             f"mesh.cp={size}: {plan.model.value} cannot divide the tokens of a sample among ranks",
             "set mesh.cp=1",
         )
-    together = size * apart
-    firsts = [n for n in range(dist.get_world_size()) if n % together < apart]
-    for first in firsts:
-        ranks = range(first, first + together, apart)
-        group = dist.new_group(list(ranks))
-        if rank in ranks:
-            wait_as_long_as_all_(group)
-            divide_sequences_(model, make_shard(group, plan.cluster.device))
+    divide_sequences_(model, make_shard(comms[CP], comms.device))
 
 
 def collectives_of(group: dist.ProcessGroup, device: str) -> tuple[Collective, Collective]:

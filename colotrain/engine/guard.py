@@ -29,7 +29,7 @@ from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.axes import DP_REPLICATE
+from colotrain.spec.axes import DP_REPLICATE, STAGE
 from colotrain.spec.batch import is_due
 
 PIECE = 1 << 22
@@ -154,7 +154,7 @@ def _differing(run: Run) -> list[Finding]:
 def _differing_replicas(run: Run) -> list[Finding]:
     whole = {n for n, p in run.sharded.named_parameters() if local_shard(p) is p}
     held = list(_state(run))
-    of_stage = run.sharded.stage.group or dist.group.WORLD
+    of_stage = run.sharded.comms[STAGE]
     alike = [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole]
     found = _compare("replicas", alike, of_stage, dist.get_process_group_ranks(of_stage))
     parts = run.sharded.parts
@@ -164,7 +164,7 @@ def _differing_replicas(run: Run) -> list[Finding]:
         ranks = dist.get_process_group_ranks(parts.group)
         found += _compare("replicas", alike, parts.group, ranks)
     if run.sharded.plugin.is_hybrid:
-        group = run.sharded.mesh.get_group(DP_REPLICATE)
+        group = run.sharded.comms[DP_REPLICATE]
         shards = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in whole]
         found += _compare("replicas", shards, group, dist.get_process_group_ranks(group))
     return _agree(found)

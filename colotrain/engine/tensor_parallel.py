@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_, part_of
@@ -17,6 +18,7 @@ from colotrain.models.tensor_parallel_styles import (
     own_divisions,
     partial_parameters,
 )
+from colotrain.spec.axes import TP
 from colotrain.spec.divisions import Split
 from colotrain.spec.plan import RunPlan
 
@@ -89,19 +91,18 @@ class TensorParts:
         self.shard.all_gather, self.shard.reduce_scatter = collectives_of(group, device)
 
 
-def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan) -> TensorParts:
+def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> TensorParts:
     """Leave this rank's parts of the parameters in `model`, as `mesh.tp` says."""
-    ranks = plan.mesh.tp
-    if ranks == 1:
+    if (size := comms.ranks.size(TP)) == 1:
         return TensorParts()
     how = own_divisions(model, plan.model)
     if how is None:
         raise ColotrainError(
-            f"mesh.tp={ranks}: {plan.model.value} cannot divide its matrices among ranks",
+            f"mesh.tp={size}: {plan.model.value} cannot divide its matrices among ranks",
             "set mesh.tp=1",
         )
-    by_tokens = plan.mesh.sequence_parallel
-    shard = TensorShard(rank=dist.get_rank() % ranks, size=ranks, by_tokens=by_tokens)
+    index, by_tokens = comms.ranks.coords(comms.rank)[TP], plan.mesh.sequence_parallel
+    shard = TensorShard(rank=index, size=size, by_tokens=by_tokens)
     splits = divide_parameters_(model, how, shard)
     apply_styles_(model, how, shard)
     partial = partial_parameters(model, how, shard, splits)

@@ -33,6 +33,7 @@ from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.sources import sources_of
 from colotrain.engine.checkpoint.whole_copy import WholeCopy
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
@@ -55,6 +56,7 @@ from colotrain.models.loading import COMPILED, WAS_COMPILED, build
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
 
@@ -111,6 +113,7 @@ def prepare(
     rank, seed = dist.get_rank(), plan.train.seed
     page_locked.tell_once(lambda text: events.write(Note(text=f"warning: rank {rank}: {text}")))
     configure_malloc_for_build()
+    comms = Groups(plan.ranks, plan.cluster.device)
     start = StartingPoint.choose(plan, rundir, events)
     import_targets(plan)
     data = open_loaders(plan, rank, rundir)
@@ -120,6 +123,7 @@ def prepare(
     building = Build(
         plan=plan,
         rundir=rundir,
+        comms=comms,
         model=model,
         trial=trial,
         tell=lambda text: events.write(Note(text=text)),
@@ -132,7 +136,8 @@ def prepare(
         add_references_(run)
     elif plan.model.distill is not None:
         ask_teacher_(run)
-    seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
+    copy = comms.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
+    seed_all(seed * 100_003 + copy)  # dropout differs where activations do
     start.restore_(run)
     if run.tiers is None and run.optimizer.begins_with_zeros:
         run.optimizer.prepare_state_()

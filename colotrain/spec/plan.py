@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, MeshPlan, Ranks
+from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.objectives import DistillPlan, MaskedPlan
@@ -51,10 +51,6 @@ class PluginPlan:
     """Module glob → whether its group is freed after use."""
     budget: Budget | None = None
     """gemini: bytes per tier and rank; None keeps everything on the device."""
-
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        return (DP_REPLICATE, DP_SHARD)[-len(self.mesh) :]
 
     @property
     def is_hybrid(self) -> bool:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients.gradients import clear_, watch
 from colotrain.engine.sharding.grouping import find_groups
-from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, numel_of, shard_
+from colotrain.engine.sharding.sharded_model import materialise_, numel_of, shard_
 from colotrain.engine.shm.reduce_scatter import Gradients, Reduction
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.engine.shm.transport import SharedAllGather, install
@@ -123,7 +124,7 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
             batch=batch,
             split=plan.plugin.split_blocks,
         )
-        sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
+        sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)
         assert install(sharded) is not None
         shared_params = share_parameters(sharded)
         assert (shared_params is None) == (plan.train.precision == "bf16")

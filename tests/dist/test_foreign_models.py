@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.sharding.grouping import find_groups
-from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
+from colotrain.engine.sharding.sharded_model import materialise_, shard_
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.spec.plan import RunPlan
@@ -87,7 +88,7 @@ def refuses(rank: int, plans: list[RunPlan]) -> None:
                 torch.manual_seed(0)
                 model = make(name)
                 groups = find_groups(model, chunk_bytes=None, batch=batch)
-                sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
+                sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)
                 shared_params = share_parameters(sharded) if shared else None
                 allocate = shared_params.allocate if shared_params else lambda fresh: None
                 materialise_(sharded, device="cpu", seed=0, allocate=allocate)

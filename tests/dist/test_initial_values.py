@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
+from colotrain.engine.comms.groups import Groups
+from colotrain.engine.sharding.sharded_model import materialise_, shard_
 from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
@@ -161,7 +162,7 @@ def equals_one_process(rank: int, *plans: RunPlan) -> None:
             assert all(parameter.is_meta for parameter in model.parameters())
             for module in (model.narrow, model.numbers):
                 module.requires_grad_(False)
-            sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
+            sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), [])
             shared_params = share_parameters(sharded)
             allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
             object.__setattr__(sharded, "source", ZOO)

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients.gradients import watch
-from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.spec.plan import RunPlan
@@ -42,7 +43,7 @@ def batch_of(rank: int) -> dict[str, Tensor]:
 
 
 def sharded_model(model: nn.Module, plan: RunPlan, *, shared: bool) -> ShardedModel:
-    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
+    sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), [])
     shared_params = share_parameters(sharded) if shared else None
     allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
     materialise_(sharded, device="cpu", seed=0, allocate=allocate)
@@ -152,7 +153,7 @@ def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
     for shared in (False, True):
         model = Penalty()
         groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
-        sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
+        sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)  # type: ignore[arg-type]
         shared_params = share_parameters(sharded) if shared else None
         allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
         materialise_(sharded, device="cpu", seed=0, allocate=allocate)

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from colotrain.cli.main import guarded
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import Passed, keep_stage_
 from colotrain.events.fold import follow
 from colotrain.models.llm import LLM
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import DP_SHARD, PP, Ranks
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.dist import hf
@@ -228,7 +229,7 @@ def compare_stages_with_whole(
     sequence = find_sequence(model, batches[0])
     stage = keep_stage_(model, sequence, split, rank, chunks=chunks, compute_dtype=None)
     stages = len(split) // chunks
-    stage.connect_(init_device_mesh("cpu", (stages, 1), mesh_dim_names=("pp", "dp_shard")))
+    stage.connect_(Groups(Ranks({PP: stages, DP_SHARD: 1}), "cpu"))
     calls = Counter[str]()
     for name in sequence.blocks:
         block = model.get_submodule(name)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.comms.groups import Groups
+from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
 from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm import reduce_scatter as reductions
 from colotrain.engine.shm.reduce_scatter import Reduction
@@ -60,7 +61,7 @@ class Blocks(nn.Module):
 def make(plan: RunPlan, dtype: torch.dtype) -> tuple[ShardedModel, Reduction]:
     model = Blocks(dtype)
     groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
-    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
+    sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)  # type: ignore[arg-type]
     reduction = Reduction(sharded)
     reduction.install()
     return sharded, reduction

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain.engine import probes
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients.gradients import GradientState
 from colotrain.engine.probes import highest_peak, memory_now
 from colotrain.engine.sharding.fsdp_internals import put_shard
-from colotrain.engine.sharding.sharded_model import Group, make_mesh, shard_
+from colotrain.engine.sharding.sharded_model import Group, shard_
 from colotrain.engine.shm import shared_memory
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
@@ -119,7 +120,7 @@ def test_groups_that_move_elsewhere_are_gathered_again(num_ranks: int) -> None:
 
 def counts_memory(rank: int, plan: RunPlan) -> None:
     model = nn.Linear(2048, 4096, bias=False)  # 32 MiB
-    shared_params = share_parameters(shard_(model, plan, make_mesh(plan.plugin, "cpu"), []))
+    shared_params = share_parameters(shard_(model, plan, Groups(plan.ranks, "cpu"), []))
     assert shared_params is not None
     shared_params.allocate(False)
     shared_params.populate()

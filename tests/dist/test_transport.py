@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients.gradients import GradientState, watch
-from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.shm import all_gather as channels
 from colotrain.engine.shm import shared_memory, transport
@@ -220,7 +221,7 @@ def make_sharded(plan: RunPlan, frozen: Sequence[str] = ()) -> ShardedModel:
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
-    return shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
+    return shard_(model, plan, Groups(plan.ranks, "cpu"), groups)  # type: ignore[arg-type]
 
 
 def train(

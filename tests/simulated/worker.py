@@ -82,7 +82,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
             if gpu is not None:
                 found = {"built_peak": gpu.peak, "built": gpu.allocated}
                 gpu.forget()
-            groups = run.sharded.mesh.get_all_groups()
+            groups = run.sharded.comms.mesh.get_all_groups()
             found |= {"timeout_s": timeout_s(), "shortest_timeout_s": timeout_s(*groups)}
             found["outcome"] = train(run)
             found["restored"] = run.step

@@ -18,6 +18,7 @@ from colotrain.engine import exchange
 from colotrain.engine.agreement import check_filled_alike
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import Frozen, freeze_
 from colotrain.engine.model_checks import check_dtypes
@@ -33,7 +34,6 @@ from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
-    make_mesh,
     materialise_,
     shard_,
     stays_gathered,
@@ -45,6 +45,7 @@ from colotrain.errors import ColotrainError
 from colotrain.models.loading import begin_training_
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import PP, TP
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.sequence import BlockSequence
 
@@ -58,6 +59,7 @@ class Build:
 
     plan: RunPlan
     rundir: RunDir
+    comms: Groups
     model: nn.Module
     trial: dict[str, Tensor] | None
     """The first micro-batch, on rank 0: others' forwards may behave differently."""
@@ -112,7 +114,7 @@ def find_undecayed(build: Build) -> None:
 
 
 def divide_parameters(build: Build) -> None:
-    build.parts = divide_parameters_among_ranks_(build.model, build.plan)
+    build.parts = divide_parameters_among_ranks_(build.model, build.plan, build.comms)
 
 
 def agree_on_groups(build: Build) -> None:
@@ -154,14 +156,14 @@ def keep_stage(build: Build) -> None:
         model,
         sequence,
         mesh.pp_split,
-        dist.get_rank() // (dist.get_world_size() // mesh.pp),
+        build.comms.ranks.coords(build.comms.rank)[PP],
         chunks=mesh.pp_chunks,
         compute_dtype=cast_dtype(plan.train.precision),
     )
 
 
 def divide_sequences(build: Build) -> None:
-    divide_among_ranks_(build.model, build.plan)
+    divide_among_ranks_(build.model, build.plan, build.comms)
 
 
 def recompute(build: Build) -> None:
@@ -174,15 +176,18 @@ def compile_blocks(build: Build) -> None:
 
 def shard(build: Build) -> None:
     """Shard the groups, and let ranks of one host exchange through shared memory."""
-    model, plan, stage = build.model, build.plan, build.stage
+    model, plan, stage, comms = build.model, build.plan, build.stage, build.comms
     build.groups = stage.own_groups(model, build.groups)
-    mesh = make_mesh(plan.plugin, plan.cluster.device, build.parts, stage)
+    if comms.ranks.size(PP) > 1:
+        stage.connect_(comms)
+    if comms.ranks.size(TP) > 1:
+        build.parts.connect_(comms[TP], comms.device)
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, build.groups, plan, state_ratio(plan.optim))
         build.tiers = Tiers(plan, build.rundir, sizes, estimate_non_model_bytes(plan, sizes))
     offloads = build.tiers.policy.offloads if build.tiers else lambda index: False
     build.sharded = shard_(
-        model, plan, mesh, build.groups, offloads=offloads, parts=build.parts, stage=stage
+        model, plan, comms, build.groups, offloads=offloads, parts=build.parts, stage=stage
     )
     stage.install_(model)
     build.transport = install(build.sharded)
@@ -222,7 +227,7 @@ def fill(build: Build) -> None:
 
 
 def count_waits(build: Build) -> None:
-    if build.transport is None and build.sharded.mesh.size() > 1:
+    if build.transport is None and build.comms.data_mesh.size() > 1:
         count_waits_(build.sharded)
 
 

@@ -76,7 +76,7 @@ def measure(
     norms = Norms(state)
     with norms.on():
         accumulate(state, norms.count(batches), num=num, totals=totals)
-    device = torch.device(state.sharded.mesh.device_type)
+    device = torch.device(state.sharded.comms.device)
     shared = norms.sums().to(device)
     dist.all_reduce(shared)
     n = num * dist.get_world_size()

@@ -78,7 +78,7 @@ class Recorder:
 
     def _table(self) -> Tensor:
         """Return this rank's statistics on the device that trains, float64 [parameters, 5]."""
-        device = torch.device(self.state.sharded.mesh.device_type)
+        device = torch.device(self.state.sharded.comms.device)
         table = torch.zeros(len(self.state.names), 5, dtype=torch.float64, device=device)
         for where in {value.device for value in self.found.values()}:
             here = {place: v for place, v in self.found.items() if v.device == where}

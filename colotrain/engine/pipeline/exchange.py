@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.shm.link import Link
 from colotrain.engine.shm.shared_memory import Unavailable
 from colotrain.engine.waiting import waiting
 from colotrain.spec.cpu_memory import NUM_SLOTS
-from colotrain.torch_internals import wait_as_long_as_all_
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +107,15 @@ class Exchange:
 
 
 def make_links(
-    pairs: Sequence[tuple[int, int]], most_bytes: int, num_slots: int = NUM_SLOTS
-) -> dict[tuple[int, int], Link]:
-    """Return pair of ranks → their shared memory, where a host holds both; this rank's own pairs.
+    pairs: Sequence[tuple[int, ...]], most_bytes: int, comms: Groups, num_slots: int = NUM_SLOTS
+) -> dict[int, Link]:
+    """Return first rank of a pair → the pair's shared memory, where a host holds both ranks.
 
-    `pairs` are the ranks of neighbouring stages that exchange. All ranks must call.
+    `pairs` are the ranks of neighbouring stages that exchange, and the links those of this rank's
+    own pairs. All ranks must call.
     """
-    rank, links = dist.get_rank(), {}
-    groups = [(pair, dist.new_group(list(pair))) for pair in pairs]
-    for pair, group in groups:
-        if rank in pair:
-            wait_as_long_as_all_(group)
-            with suppress(Unavailable):
-                links[pair] = Link(group, most_bytes, num_slots)
+    links = {}
+    for (before, _), group in comms.new(pairs).items():
+        with suppress(Unavailable):
+            links[before] = Link(group, most_bytes, num_slots)
     return links

@@ -21,18 +21,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from colotrain import module_tree
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
 from colotrain.engine.waiting import waiting
 from colotrain.models.huggingface_attention import OWN_LAYERS
-from colotrain.spec.axes import PP
+from colotrain.spec.axes import PP, STAGE
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
-from colotrain.torch_internals import call_instead_, wait_as_long_as_all_
+from colotrain.torch_internals import call_instead_
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,30 +240,19 @@ class Stage:
                 work.wait()
         gradient.add_(other)
 
-    def connect_(self, mesh: DeviceMesh) -> None:
-        """Make the groups of a mesh whose first axis is that of the stages. All ranks must call."""
-        ranks = mesh.mesh.reshape(self.count, -1)
-        for stage in ranks.tolist():
-            group = dist.new_group(stage)
-            if dist.get_rank() in stage:
-                self.group = group
-        self.line, links = mesh.get_group(PP), {}
-        lines = ranks.T.tolist()
-        if mesh.device_type == "cpu":
+    def connect_(self, comms: Groups) -> None:
+        """Let this stage exchange with its neighbours. All ranks must call."""
+        self.group, self.line, links = comms[STAGE], comms[PP], {}
+        lines, most_bytes = comms.ranks.groups(PP), self.activation_bytes
+        if comms.device == "cpu":
             pairs = [pair for line in lines for pair in itertools.pairwise(line)]
-            links = make_links(pairs, self.activation_bytes)
-        if mesh.device_type == "cpu" and self.chunks > 1:
-            pairs, slots = [(line[-1], line[0]) for line in lines], slots_around(self.count)
-            links |= make_links(pairs, self.activation_bytes, slots)
-        for line in lines:
-            groups = [dist.new_group(line) for _ in range(1 if self.chunks == 1 else 3)]
-            if dist.get_rank() in line:
-                of_stage = {line.index(before): link for (before, _), link in links.items()}
-                self.exchange = Exchange(self.line, groups[0], of_stage, around=groups[1:])
-                for group in (self.line, *groups):
-                    wait_as_long_as_all_(group)
-        assert self.group is not None
-        wait_as_long_as_all_(self.group)
+            links = make_links(pairs, most_bytes, comms)
+        if comms.device == "cpu" and self.chunks > 1:
+            pairs = [(line[-1], line[0]) for line in lines]
+            links |= make_links(pairs, most_bytes, comms, slots_around(self.count))
+        backward, *around = [comms.another(PP) for _ in range(1 if self.chunks == 1 else 3)]
+        of_stage = {comms.ranks.coords(before)[PP]: link for before, link in links.items()}
+        self.exchange = Exchange(self.line, backward, of_stage, around=around)
 
     def own_groups(self, model: nn.Module, groups: Sequence[Group]) -> list[Group]:
         """Return the groups, of which the modules of other stages are left out.

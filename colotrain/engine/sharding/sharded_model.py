@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
 from colotrain.engine.boundary_tensors import watch_tensors
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.model_checks import check_parameters, check_precision
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
@@ -49,10 +49,9 @@ from colotrain.engine.sharding.parameters import (
 from colotrain.engine.sharding.shards import shards_of, slices_of
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
-from colotrain.torch_internals import wait_as_long_as_all_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +102,7 @@ class ShardedModel:
     source: ModelPlan
     groups: tuple[Group, ...]
     plugin: PluginPlan
-    mesh: DeviceMesh
+    comms: Groups
     attached: dict[str, Attached] = field(default_factory=dict)
     """Parameter name → hooks and attributes that the user's code gave it."""
 
@@ -133,7 +132,7 @@ class ShardedModel:
 
     def device_of(self, parameter: nn.Parameter) -> torch.device:
         """Return where a parameter is, or would be if another stage did not hold it."""
-        return torch.device(self.mesh.device_type) if parameter.is_meta else parameter.device
+        return torch.device(self.comms.device) if parameter.is_meta else parameter.device
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's stage that train now, by name."""
@@ -148,49 +147,19 @@ class ShardedModel:
 
         What several ranks hold alike counts once.
         """
-        is_first = not self.plugin.is_hybrid or self.mesh.get_local_rank(DP_REPLICATE) == 0
+        is_first = self.comms.ranks.is_first(self.comms.rank, DP_REPLICATE)
         return is_first and self.parts.counts(name) and self.stage.counts(name)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that divide this rank's copy of the model among themselves."""
-        return self.mesh.get_group(DP_SHARD)
-
-
-def make_mesh(
-    plugin: PluginPlan, device: str, parts: TensorParts | None = None, stage: Stage | None = None
-) -> DeviceMesh:
-    """Return the device mesh of a plugin, and connect `parts` and `stage` to those of other ranks.
-
-    All ranks must call. Ranks of a tensor-parallel group are neighbours, those of a stage follow
-    one another, and the mesh is that of the ranks with the same parts of the same stage.
-    """
-    tp = parts.shard.size if parts is not None else 1
-    pp = stage.count if stage is not None else 1
-    outer, inner = {PP: pp} if pp > 1 else {}, {TP: tp} if tp > 1 else {}
-    sizes = outer | dict(zip(plugin.mesh_axes, plugin.mesh, strict=True)) | inner
-    # torch would split a group that is bound to a device, with NCCL's options for its gloo, too,
-    # which warns of them and takes defaults instead of the group's own interface and timeout
-    world = dist.get_world_size()
-    backends: dict[int | str, Any] = {
-        axis: dist.get_backend() for axis, size in sizes.items() if size < world
-    }
-    mesh = init_device_mesh(
-        device, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backends
-    )
-    for group in mesh.get_all_groups():  # torch's own timeout is 10 minutes, with gloo 30
-        wait_as_long_as_all_(group)
-    if stage is not None and pp > 1:
-        stage.connect_(mesh)
-    if parts is not None and tp > 1:
-        parts.connect_(mesh.get_group(TP), device)
-    return mesh[plugin.mesh_axes] if outer or inner else mesh
+        return self.comms[DP_SHARD]
 
 
 def shard_(
     model: nn.Module,
     plan: RunPlan,
-    mesh: DeviceMesh,
+    comms: Groups,
     modules_of: list[tuple[str, list[nn.Module]]],
     *,
     offloads: Callable[[int], bool] = lambda index: False,
@@ -218,7 +187,7 @@ def shard_(
     # fully_shard takes neither scalars nor empty ones; every rank holds them whole (see
     # `reduce_replicated_`); other stages' parameters stay on the meta device
     ignored = {p for n, p in known.items() if not (p.ndim and p.numel() and stage.holds(n))}
-    options = {"mesh": mesh, "mp_policy": policy, "ignored_params": ignored}
+    options = {"mesh": comms.data_mesh, "mp_policy": policy, "ignored_params": ignored}
     groups = []
     for index, (name, modules) in enumerate(modules_of):
         policy_of = _offload(offloads(index))
@@ -245,13 +214,13 @@ def shard_(
         source=plan.model,
         groups=tuple(groups),
         plugin=plan.plugin,
-        mesh=mesh,
+        comms=comms,
         attached=attached,
         parts=parts or TensorParts(),
         stage=stage,
     )
     watch_replaced(originals, model)
-    attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
+    attach_(model, sharded.fsdp_params(), attached, ranks=comms.data_mesh.size())
     fsdp_groups = [params for group in groups for params in group.fsdp_groups]
     reduce_unused_(model, fsdp_groups)
     ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
@@ -287,7 +256,7 @@ def stays_gathered(name: str, plugin: PluginPlan) -> bool:
 
 def begin_forward(sharded: ShardedModel) -> None:
     """Free what the backward before has gathered in vain."""
-    if sharded.mesh.device_type == "cpu":
+    if sharded.comms.device == "cpu":
         for group in sharded.groups:
             group.copy_out()
 
@@ -363,7 +332,7 @@ def materialise_(
     model = sharded.module
     for parameter in replicated(sharded):  # fully_shard moves only parameters that it shards
         if not parameter.is_meta:
-            parameter.data = parameter.data.to(sharded.mesh.device_type)
+            parameter.data = parameter.data.to(sharded.comms.device)
     if any(p.is_meta for _, p in sharded.named_parameters()):
         on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
         known = module_tree.named_parameters(model)
@@ -379,7 +348,7 @@ def materialise_(
         allocate(False)
     for name, parameter in module_tree.named_parameters(model):
         if name in sharded.attached and not isinstance(parameter, DTensor):
-            sharded.attached[name].register(parameter, ranks=sharded.mesh.size())
+            sharded.attached[name].register(parameter, ranks=sharded.comms.data_mesh.size())
     initialise_lazily(sharded.groups[-1].handle)
 
 

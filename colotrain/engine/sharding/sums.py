@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from colotrain import module_tree
 from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
 from colotrain.engine.sharding.shards import local_shard
+from colotrain.spec.axes import STAGE
 from colotrain.torch_internals import BatchNorms
 
 
@@ -23,7 +24,7 @@ def reduce_replicated_(sharded: ShardedModel) -> None:
     counts = [float(parts.is_first or name in parts.partial) for name in named]
     summed = torch.view_as_real(torch.stack([grad.to(torch.complex128) for grad in grads]))
     summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device).unsqueeze(1)
-    dist.all_reduce(summed, group=sharded.stage.group)
+    dist.all_reduce(summed, group=sharded.comms[STAGE])
     for parameter, total in zip(parameters, torch.view_as_complex(summed), strict=True):
         parameter.grad = (total if parameter.is_complex() else total.real).to(parameter.dtype)
 
@@ -39,7 +40,7 @@ def sum_partial_(sharded: ShardedModel) -> None:
         if name in parts.partial and isinstance(parameter.grad, DTensor):
             found.append(parameter.grad.to_local())
             sharded.norms.pop(name, None)
-    device = sharded.mesh.device_type
+    device = sharded.comms.device
     if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
         torch.accelerator.synchronize()
     if found:

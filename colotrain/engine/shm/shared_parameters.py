@@ -254,7 +254,7 @@ def share_parameters(sharded: ShardedModel) -> SharedParameters | None:
     """
     exclude_bytes(0)
     cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())
-    if sharded.mesh.device_type != "cpu" or cast:
+    if sharded.comms.device != "cpu" or cast:
         return None
     shared_params, problem = None, ""
     try:

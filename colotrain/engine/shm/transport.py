@@ -97,14 +97,14 @@ def install(sharded: ShardedModel) -> Transport | None:
     Where there is a single rank, `fully_shard`'s copies are left out on any device.
     """
     group = sharded.shard_group
-    if sharded.mesh.size() == 1:
+    if sharded.comms.data_mesh.size() == 1:
         SingleRankGradients(sharded).install()
     if group.size() == 1:
         move = sharded.plugin.budget is not None
         for part in sharded.groups:
             for params in part.fsdp_groups:
                 OneRankUnshard(params, move=move, stays=part.stays_gathered).install()
-    if group.size() == 1 or sharded.mesh.device_type != "cpu":
+    if group.size() == 1 or sharded.comms.device != "cpu":
         return None
     channel, reduction, problem = None, None, None
     try:

@@ -26,6 +26,7 @@ from colotrain import module_tree
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.build.transforms import Build, transform_
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients import gradients
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import dtype_of
@@ -142,7 +143,12 @@ class Timed:
         tokens = torch.randint(0, int(plan.model.args["vocab_size"]), shape)
         self.batch = {"input_ids": tokens, "labels": tokens}
         building = Build(
-            plan=plan, rundir=RunDir("."), model=model, trial=self.batch, tell=lambda text: None
+            plan=plan,
+            rundir=RunDir("."),
+            comms=Groups(plan.ranks, "cpu"),
+            model=model,
+            trial=self.batch,
+            tell=lambda text: None,
         )
         transform_(building)
         self.sharded = building.sharded

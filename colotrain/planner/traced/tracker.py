@@ -19,13 +19,13 @@ from torch import nn
 
 from colotrain import module_tree
 from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     begin_backward,
     begin_forward,
-    make_mesh,
     shard_,
 )
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
@@ -136,7 +136,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 
 def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
     with _fake_ranks(plan.world_size):
-        mesh = make_mesh(plan.plugin, "cpu")
+        comms = Groups(plan.ranks, "cpu")
         model = build_on_meta(plan.model)
         assert model is not None
         attach_(model, plan.model)
@@ -146,7 +146,7 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
         checkpoint_blocks_(model, plan.train.activation_checkpointing)
         tied = tied_names(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            sharded = shard_(model, plan, mesh, groups)
+            sharded = shard_(model, plan, comms, groups)
             model.to_empty(device="cpu")
             _tie_again(model, tied)
             trained = [p for p in module_tree.parameters(model) if p.requires_grad]
