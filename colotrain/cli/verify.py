@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.launch.startup import ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
@@ -139,8 +139,8 @@ def _plans(
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
-    products = [math.prod(sizes) for sizes in itertools.product(*axes.values())]
-    if not any(size % product == 0 for size in world_sizes for product in products):
+    products = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
+    if not any(MeshPlan(**sizes).readers(n) for n in world_sizes for sizes in products):
         above_one = [axis for axis in reversed(AXES) if max(axes[axis]) > 1]
         key, values = f"--{above_one[0]}", axes[above_one[0]]
         others = " and ".join(f"--{axis}" for axis in above_one[1:])

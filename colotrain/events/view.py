@@ -13,6 +13,7 @@ from colotrain.events.log import json_safe
 from colotrain.events.machines import NodeLeft, Pressure
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import STAGE, Ranks
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.pipeline_schedule import bubble
@@ -238,19 +239,17 @@ def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:
     mesh, found = plan.mesh, []
     if mesh.pp == 1:
         return ()
-    each = (view.world_size or plan.world_size) // mesh.pp
+    ranks_of = Ranks.of(mesh, world=view.world_size or plan.world_size).groups(*STAGE)
     same = bubble(mesh.pp, plan.batch.accumulation_steps, mesh.pp_chunks)
-    for stage in range(mesh.pp):
-        first = stage * each
-        ranks = range(first, first + each)
+    for stage, ranks in enumerate(ranks_of):
         shares = [r.wait_share for r in view.ranks if r.rank in ranks and r.wait_share is not None]
         found.append(
             StageView(
                 stage=stage,
-                first_rank=first,
-                last_rank=first + each - 1,
+                first_rank=ranks[0],
+                last_rank=ranks[-1],
                 blocks=mesh.blocks_of(stage),
-                peak=max(view.peak_by_rank[first : first + each], default=None),
+                peak=max(view.peak_by_rank[ranks[0] : ranks[-1] + 1], default=None),
                 wait=statistics.median(shares) if shares else None,
                 planned_wait=plan.time.waits[stage] if plan.time.waits else same,
             )

@@ -106,11 +106,14 @@ def layout_of(
     optim: OptimPlan,
     precision: str = "fp32",
     device: str = "cpu",
-    procs_per_node: int = 1,
+    on_one_node: bool = False,
     records_gradients: bool = False,
     uses_transformers: bool = False,
 ) -> Layout:
-    """The layout of a resolved plugin and batch."""
+    """The layout of a resolved plugin and batch.
+
+    `on_one_node`: whether the ranks that divide parameters among themselves are on one node.
+    """
     return Layout(
         parameters_live=plugin.parameters_live,
         gradients=plugin.gradients,
@@ -121,7 +124,7 @@ def layout_of(
         precision=precision,
         optim=optim,
         device=device,
-        shared_memory=device == "cpu" and procs_per_node % plugin.dp_shard == 0,
+        shared_memory=device == "cpu" and on_one_node,
         uses_shards=plugin.dp_shard == 1 and plugin.budget is None,
         chunk_bytes=plugin.chunk_bytes,
         split_blocks=plugin.split_blocks,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from colotrain.planner.machine import Machine
 from colotrain.planner.memory import non_model_bytes
 from colotrain.planner.offload import least_bytes, offloaded_estimate, predict
 from colotrain.planner.scale import Scale
+from colotrain.spec.axes import DP_SHARD, PP, Ranks
 from colotrain.spec.memory import Verdict
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.offload import SAFETY
@@ -153,20 +153,22 @@ class PlanningContext:
 
     def layout(self, plugin: PluginPlan) -> Layout:
         every, steps = self.observe.grads_every, self.train.max_steps
+        procs = self.scale.procs_per_node
+        ranks = plugin.arrange(self.scale.mesh, world=self.scale.world)
         layout = layout_of(
             plugin,
             self.batch,
             optim=self.optim,
             precision=self.train.precision,
             device=self.scale.device,
-            procs_per_node=self.scale.procs_per_node // self.scale.mesh.tp,
+            on_one_node=ranks.on_one_node(DP_SHARD, procs_per_node=procs),
             records_gradients=0 < every <= steps,
             uses_transformers=self.search_space.survey.uses_transformers,
         )
         mesh, sequence = self.scale.mesh, self.scale.sequence
         precision = PRECISIONS[self.train.precision]
         itemsize = precision.num_bytes if precision.is_cast else sequence.activation_itemsize
-        on_one_host = self.scale.world // mesh.pp < self.scale.procs_per_node
+        near = ranks.has_neighbours_on_node(PP, procs_per_node=procs)
         return dataclasses.replace(
             layout,
             stages=mesh.pp,
@@ -174,7 +176,7 @@ class PlanningContext:
             activation_bytes=sequence.activation_numel * itemsize // mesh.cp,
             stage_chunks=mesh.pp_chunks,
             gradients_sent=self.search_space.gradients_sent,
-            links_stages=on_one_host and self.scale.device == "cpu",
+            links_stages=near and self.scale.device == "cpu",
         )
 
 
@@ -244,10 +246,11 @@ def _row(name: str, reshard: bool | None) -> Row:
 
 
 def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
-    if not ROWS[name].hybrid:
-        return (scale.copies,)
-    shard = asked.shard_size or math.gcd(scale.procs_per_node // scale.mesh.tp, scale.copies)
-    return (scale.copies // shard, shard)
+    shard = None
+    if ROWS[name].hybrid:
+        largest = scale.ranks.largest_shard(procs_per_node=scale.procs_per_node)
+        shard = asked.shard_size or largest
+    return Ranks.of(scale.mesh, world=scale.world, shard=shard).data_sizes
 
 
 def _plan_plugin(

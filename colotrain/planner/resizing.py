@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from colotrain.config.schema import Config, Elastic
 from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
+from colotrain.spec.axes import DP_SHARD, Ranks
 from colotrain.spec.batch import Batch
 from colotrain.spec.resizing import reachable
 
@@ -15,12 +17,12 @@ def check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Proble
     """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = range(least, most + 1)
-    procs, together = scale.procs_per_node, scale.mesh.together
-    found = reachable(batch.global_batch, batch.micro_batch, wanted, procs, together)
+    procs, mesh = scale.procs_per_node, scale.mesh
+    found = reachable(batch.global_batch, batch.micro_batch, wanted, procs, mesh)
     missing = [str(nodes) for nodes in wanted if nodes not in found]
     if missing and (least, most) != (scale.nodes, scale.nodes):
         key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
-        groups = f"{procs // together}" if procs % together == 0 else f"{procs} / {together}"
+        groups = mesh.readers(procs) or f"{procs} / {mesh.together}"
         expected = (
             f"a multiple of {batch.micro_batch} × {groups} × nodes for every number "
             f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
@@ -32,11 +34,13 @@ def check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Proble
 def check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
     """Problem of numbers of nodes, other than the planned one, that do not fit the shard size."""
     shard, elastic = settings.plugin.shard_size, settings.elastic
-    procs, parts = scale.procs_per_node, scale.mesh.tp * scale.mesh.pp
+    procs, mesh = scale.procs_per_node, scale.mesh
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
-    ranks = {n: n * procs // parts for n in range(least, most + 1) if n != scale.nodes}
-    missing = [str(n) for n, num in ranks.items() if shard and shard > 0 and num % shard]
+    others = [n for n in range(least, most + 1) if n != scale.nodes]
+    copies = {n: Ranks.of(mesh, world=n * procs).size(DP_SHARD) for n in others}
+    missing = [str(n) for n, num in copies.items() if shard and shard > 0 and num % shard]
     if missing:
+        parts = dataclasses.replace(mesh, cp=1).together
         each = procs if parts == 1 else f"{procs} / {parts}"
         expected = (
             f"a divisor of {each} × nodes for every number of nodes from {least} to {most}, which "

@@ -13,7 +13,7 @@ from colotrain.planner.hardware import Hardware, Sheet, from_sheet, typical_cpu
 from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine
 from colotrain.planner.rates import hardware_of, known
-from colotrain.spec.axes import MeshPlan
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, MeshPlan, Ranks
 from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.sequence import BlockSequence
@@ -40,7 +40,12 @@ class Scale:
     @property
     def copies(self) -> int:
         """Ranks of a stage, or tensor-parallel groups of them: those in the plugin's mesh."""
-        return self.world // (self.mesh.tp * self.mesh.pp)
+        return self.ranks.size(DP_REPLICATE, DP_SHARD)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The arrangement of the ranks, without replicas."""
+        return Ranks.of(self.mesh, world=self.world)
 
 
 def scale_out(

@@ -61,7 +61,7 @@ def gradients_sent(survey: Survey, scale: Scale, stage: int) -> int:
     split, sequence = scale.mesh.pp_split, scale.sequence
     trained = [p.name for p in survey.parameters if p.frozen_by is None]
     first = min((sequence.chunks_of(name, split)[0] for name in trained), default=len(split))
-    return sum(first < chunk for chunk in range(stage, len(split), scale.mesh.pp))
+    return sum(first < chunk for chunk in scale.mesh.chunks_of(stage))
 
 
 def chunk_of(scale: Scale, stage: int) -> dict[str, int]:
@@ -69,7 +69,7 @@ def chunk_of(scale: Scale, stage: int) -> dict[str, int]:
     mesh, sequence = scale.mesh, scale.sequence
     found = {
         block: position
-        for position, chunk in enumerate(range(stage, len(mesh.pp_split), mesh.pp))
+        for position, chunk in enumerate(mesh.chunks_of(stage))
         for block in sequence.blocks_of(chunk, mesh.pp_split)
     }
     return {**found, "": 0 if stage == 0 else mesh.pp_chunks - 1}

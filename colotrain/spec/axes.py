@@ -66,6 +66,11 @@ class Ranks:
         """Groups of ranks that work on the same samples."""
         return self.size(DP_REPLICATE, DP_SHARD) // self.size(CP)
 
+    @property
+    def data_sizes(self) -> tuple[int, ...]:
+        """The sizes of the plugin's axes: replicas, if there are any, and shards."""
+        return tuple(self.sizes[axis] for axis in (DP_REPLICATE, DP_SHARD) if axis in self.sizes)
+
     def size(self, *axes: Axis) -> int:
         """Return the product of the sizes; 1 for an axis that there is not."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)

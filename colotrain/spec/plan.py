@@ -57,6 +57,10 @@ class PluginPlan:
         """Whether the mesh has a `dp_replicate` axis."""
         return len(self.mesh) > 1
 
+    def arrange(self, mesh: MeshPlan, *, world: int) -> Ranks:
+        """Return the arrangement of `world` ranks, in this plugin's axes and the others."""
+        return Ranks.of(mesh, world=world, shard=self.dp_shard if self.is_hybrid else None)
+
     @property
     def dp_shard(self) -> int:
         """Ranks that divide each parameter among themselves."""
@@ -361,9 +365,8 @@ class RunPlan:
 
     @property
     def ranks(self) -> Ranks:
-        """The arrangement of the ranks, of the plugin's axes and the others."""
-        shard = self.plugin.dp_shard if self.plugin.is_hybrid else None
-        return Ranks.of(self.mesh, world=self.world_size, shard=shard)
+        """The arrangement of the ranks, in the plugin's axes and the others."""
+        return self.plugin.arrange(self.mesh, world=self.world_size)
 
     def to_json(self) -> str:
         return json.dumps(to_plain(self), indent=2) + "\n"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from colotrain.errors import ColotrainError
+from colotrain.spec.axes import DP_SHARD, MeshPlan, Ranks
 from colotrain.spec.plan import RunPlan
 
 
@@ -16,36 +17,34 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
     """
     if nodes == plan.cluster.nodes:
         return plan
-    procs, batch = plan.cluster.procs_per_node, plan.batch
+    procs, batch, mesh = plan.cluster.procs_per_node, plan.batch, plan.mesh
     world = nodes * procs
-    together = plan.mesh.together
-    if nodes not in reachable(batch.global_batch, batch.micro_batch, [nodes], procs, together):
+    readers = mesh.readers(world)
+    if nodes not in reachable(batch.global_batch, batch.micro_batch, [nodes], procs, mesh):
         least, most = plan.elastic.min_nodes, max(plan.elastic.max_nodes, nodes)
-        who = _named(world // together, together) if world % together == 0 else f"{world} ranks"
+        who = _named(readers, mesh.together) if readers else f"{world} ranks"
         wanted = range(least, most + 1)
-        sizes = reachable(batch.global_batch, batch.micro_batch, wanted, procs, together)
+        sizes = reachable(batch.global_batch, batch.micro_batch, wanted, procs, mesh)
         raise ColotrainError(
             f"{nodes} nodes: a global batch of {batch.global_batch} cannot be shared out among "
             f"{who} in micro-batches of {batch.micro_batch}",
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
-    groups = world // together
-    steps = batch.global_batch // (batch.micro_batch * groups)
-    parts = world // (plan.mesh.tp * plan.mesh.pp)
-    shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else parts
-    if parts % shard:
+    ranks = plan.plugin.arrange(mesh, world=world)
+    if ranks.world != world:
+        copies = Ranks.of(mesh, world=world).size(DP_SHARD)
         raise ColotrainError(
-            f"{nodes} nodes: {_named(parts, plan.mesh.tp)} cannot be divided into replicas of "
-            f"{shard}",
+            f"{nodes} nodes: {_named(copies, mesh.tp)} cannot be divided into replicas of "
+            f"{plan.plugin.dp_shard}",
             f"set plugin.shard_size to a divisor of {procs}",
         )
-    mesh = (parts // shard, shard) if plan.plugin.is_hybrid else (parts,)
+    steps = batch.global_batch // (batch.micro_batch * readers)
     return dataclasses.replace(
         plan,
         world_size=world,
         cluster=dataclasses.replace(plan.cluster, nodes=nodes),
-        plugin=dataclasses.replace(plan.plugin, mesh=mesh),
-        batch=dataclasses.replace(batch, accumulation_steps=steps, data_parallel=groups),
+        plugin=dataclasses.replace(plan.plugin, mesh=ranks.data_sizes),
+        batch=dataclasses.replace(batch, accumulation_steps=steps, data_parallel=readers),
     )
 
 
@@ -54,11 +53,8 @@ def _named(groups: int, ranks: int) -> str:
 
 
 def reachable(
-    global_batch: int, micro_batch: int, candidates: Iterable[int], procs: int, together: int
+    global_batch: int, micro_batch: int, candidates: Iterable[int], procs: int, mesh: MeshPlan
 ) -> list[int]:
-    """The numbers of nodes among `candidates` that divide the global batch evenly.
-
-    Each node has `procs` ranks, and `together` ranks work on the same samples.
-    """
-    whole = [nodes for nodes in candidates if nodes * procs % together == 0]
-    return [n for n in whole if global_batch % (micro_batch * (n * procs // together)) == 0]
+    """The numbers of nodes among `candidates`, of `procs` ranks, that share the batch evenly."""
+    readers = {nodes: mesh.readers(nodes * procs) for nodes in candidates}
+    return [n for n, num in readers.items() if num and global_batch % (micro_batch * num) == 0]

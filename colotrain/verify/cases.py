@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.survey import ParameterInfo
 
@@ -36,8 +37,8 @@ class Variant:
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
-        groups = self.world_size // (self.pp * self.cp * self.tp)
-        micro_batch = global_batch // (self.accumulation_steps * groups)
+        readers = MeshPlan(pp=self.pp, cp=self.cp, tp=self.tp).readers(self.world_size)
+        micro_batch = global_batch // (self.accumulation_steps * readers)
         axes = f"{self.world_size}-{self.pp}-{self.cp}-{self.tp}"
         mesh = config.get("mesh") or {}
         split, parts = mesh.get("pp_split") or [], self.pp
@@ -95,11 +96,12 @@ def variants(
     for world_size, sizes, freeze, steps, plugin in itertools.product(
         world_sizes, itertools.product(*axes.values()), freezes, accumulation, plugins
     ):
-        if world_size % math.prod(sizes) == 0:
+        by_axis = dict(zip(axes, sizes, strict=True))
+        if MeshPlan(**by_axis).readers(world_size):
             yield Variant(
                 plugin=plugin,
                 world_size=world_size,
-                **dict(zip(axes, sizes, strict=True)),
+                **by_axis,
                 accumulation_steps=steps,
                 freeze=freeze,
             )

@@ -24,6 +24,7 @@ from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import NodeInfo, NodeRegistry, Refused, RendezvousError, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.elastic import MemoryCopyPlan
 from colotrain.spec.resizing import reachable, resize
 from tests.following import free_port
@@ -53,8 +54,8 @@ def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused() -> None:
     two = plan(*ELASTIC[:2], *BATCH)
     with pytest.raises(ColotrainError, match="numbers of nodes that can: 1, 2"):
         resize(two, 3)
-    assert reachable(12, 1, range(1, 5), 2, 1) == [1, 2, 3]
-    assert reachable(12, 1, range(1, 7), 2, 4) == [2, 4, 6]
+    assert reachable(12, 1, range(1, 5), 2, MeshPlan()) == [1, 2, 3]
+    assert reachable(12, 1, range(1, 7), 2, MeshPlan(tp=4)) == [2, 4, 6]
 
 
 def test_a_number_of_nodes_that_replicas_do_not_fit_on_is_refused() -> None:

@@ -21,7 +21,8 @@ from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
-from colotrain.engine.sharding.shards import begin_of, local_shard, replica_of
+from colotrain.engine.sharding.shards import begin_of, local_shard
+from colotrain.spec.axes import DP_REPLICATE, TP
 from colotrain.torch_internals import is_persistent
 
 
@@ -42,7 +43,8 @@ def written_here(run: Run, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Return the pieces of `tensors` that this rank writes, without buffers that differ."""
     found: list[Piece] = []
     trained = {f"model.{name}" for name in run.optimizer.shards}
-    buffers, parts, stage = buffers_of(run, tensors), run.sharded.parts, run.sharded.stage
+    buffers, comms = buffers_of(run, tensors), run.sharded.comms
+    parts, stage = run.sharded.parts, run.sharded.stage
     for name, tensor in tensors.items():
         if not stage.counts(named_in(name)):
             continue
@@ -59,11 +61,10 @@ def written_here(run: Run, tensors: Mapping[str, Tensor]) -> list[Piece]:
                 found.append(piece)
             continue
         local = local_shard(tensor)
-        replica, num_replicas = replica_of(tensor)
-        if owner is None:  # all ranks of a tensor-parallel group hold it
-            replica = replica * parts.shard.size + parts.shard.rank
-            num_replicas *= parts.shard.size
-        if local.numel() and zlib.crc32(name.encode()) % num_replicas == replica:
+        # all ranks of a tensor-parallel group hold what is no parameter's
+        alike = (DP_REPLICATE, TP) if owner is None else (DP_REPLICATE,)
+        writer = zlib.crc32(name.encode()) % comms.ranks.size(*alike)
+        if local.numel() and writer == comms.ranks.index(comms.rank, *alike):
             begin = begin_of(owner or name, tensor, parts)
             found.append(replace(piece, local=local, begin=begin))
     return found

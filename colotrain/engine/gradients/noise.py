@@ -79,7 +79,7 @@ def measure(
     device = torch.device(state.sharded.comms.device)
     shared = norms.sums().to(device)
     dist.all_reduce(shared)
-    n = num * dist.get_world_size()
+    n = num * state.sharded.comms.ranks.readers
     scale = n * state.factor  # factor · stored is a micro-batch's share of the sum
     squares, lengths = (shared.cpu() * torch.tensor([[scale**2], [scale]])).tolist()
     wholes = [*(state.norms[name] for name in state.names), state.norm]

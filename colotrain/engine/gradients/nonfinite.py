@@ -18,10 +18,11 @@ from colotrain import module_tree
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
-from colotrain.engine.pipeline.stage import Stage
+from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import Nonfinite
 from colotrain.records import to_plain
+from colotrain.spec.axes import PP
 
 PHASES = ("forward", "backward", "reduce")
 
@@ -122,18 +123,18 @@ def locate(
             samples=[of_batch[row] for row in rows] or list(of_batch),
             input=next(iter(bad), None),
         )
-    stage = state.sharded.stage
-    return _first_of_all_ranks(mine, stage) or _after_reduction(state, ids, step)
+    return _first_of_all_ranks(mine, state.sharded) or _after_reduction(state, ids, step)
 
 
-def _first_of_all_ranks(mine: Nonfinite | None, stage: Stage) -> Nonfinite | None:
+def _first_of_all_ranks(mine: Nonfinite | None, sharded: ShardedModel) -> Nonfinite | None:
     """Return the first in time: backward begins with the model's last blocks."""
     everyone = exchange.all_gather(to_plain(mine))
     found = [Nonfinite(**origin) for origin in everyone if origin is not None]
 
     def place(origin: Nonfinite) -> tuple[int, int, int, int]:
         rank = origin.rank or 0
-        at = stage.place_of(origin.module or "", rank * stage.count // dist.get_world_size())
+        stage = sharded.comms.ranks.coords(rank)[PP]
+        at = sharded.stage.place_of(origin.module or "", stage)
         at = -at if origin.phase == "backward" else at
         return origin.micro_batch or 0, PHASES.index(origin.phase), at, rank
 
@@ -148,7 +149,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> N
         if parameter.grad is not None and not is_finite(local_shard(parameter.grad))
     ]
     if not bad:
-        return _first_of_all_ranks(None, state.sharded.stage)
+        return _first_of_all_ranks(None, state.sharded)
     own = Nonfinite(
         step=step,
         rank=dist.get_rank(),
@@ -158,7 +159,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> N
         parameter=bad[0],
         samples=[i for batch in ids for i in batch],
     )
-    return _first_of_all_ranks(own, state.sharded.stage)
+    return _first_of_all_ranks(own, state.sharded)
 
 
 def is_finite(tensor: Tensor) -> bool:

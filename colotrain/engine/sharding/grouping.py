@@ -30,6 +30,7 @@ from colotrain.engine.model_blocks import (
 )
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.models.objective import inputs_of
+from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.packing import Unit, pack
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS
@@ -81,9 +82,9 @@ def find_groups(
 
 def is_gathered(plan: RunPlan) -> bool:
     """Whether groups are gathered around each use. Ranks of a host may hold one copy instead."""
-    ranks = plan.plugin.dp_shard * plan.mesh.tp
     cast_to, here = PRECISIONS[plan.train.precision], plan.cluster
-    shared = here.device == "cpu" and not cast_to.is_cast and here.procs_per_node % ranks == 0
+    on_one_node = plan.ranks.on_one_node(DP_SHARD, procs_per_node=here.procs_per_node)
+    shared = here.device == "cpu" and not cast_to.is_cast and on_one_node
     return plan.plugin.parameters_live == "use" and plan.plugin.dp_shard > 1 and not shared
 
 

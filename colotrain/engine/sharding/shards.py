@@ -13,7 +13,7 @@ from colotrain import module_tree
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.filling import Shards
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD
+from colotrain.spec.axes import DP_SHARD
 
 
 def shard_range(parameter: DTensor) -> tuple[int, int]:
@@ -41,15 +41,6 @@ def begin_of(name: str, tensor: Tensor, parts: TensorParts) -> tuple[int, ...]:
 def local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's rows of `parameter`, sharing its memory."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def replica_of(parameter: DTensor) -> tuple[int, int]:
-    """Return which replica of the model this rank belongs to, from 0, and the number of them."""
-    mesh = parameter.device_mesh
-    if DP_REPLICATE not in (mesh.mesh_dim_names or ()):
-        return 0, 1
-    group = mesh.get_group(DP_REPLICATE)
-    return group.rank(), group.size()
 
 
 def shards_of(

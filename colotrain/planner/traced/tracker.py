@@ -85,7 +85,6 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
         optim=plan.optim,
         precision=plan.train.precision,
         device="cuda",
-        procs_per_node=plan.cluster.procs_per_node,
     )
     for key, size in plan.mesh.above_one.items():
         raise _cannot(key, str(size), "1 under --trace")
