@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.launch.startup import ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console
-from colotrain.spec.axes import MeshPlan
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
@@ -139,8 +137,16 @@ def _plans(
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
-    products = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
-    if not any(MeshPlan(**sizes).readers(n) for n in world_sizes for sizes in products):
+    freeze = resolved.plan.freeze
+    own = bool(freeze.patterns or freeze.unfreeze)
+    cases = variants(
+        plugins=plugins,
+        world_sizes=world_sizes,
+        axes=axes,
+        accumulation=accumulation,
+        freezes=freeze_sets(resolved.survey.parameters, own=own),
+    )
+    if not (found := list(cases)):
         above_one = [axis for axis in reversed(AXES) if max(axes[axis]) > 1]
         key, values = f"--{above_one[0]}", axes[above_one[0]]
         others = " and ".join(f"--{axis}" for axis in above_one[1:])
@@ -151,17 +157,9 @@ def _plans(
     of_micro_batch = 2 if resolved.survey.batch_norms else 1  # one sample has no variance
     global_batch = batch_size(world_sizes, accumulation) * of_micro_batch
     config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
-    freeze = resolved.plan.freeze
-    own = bool(freeze.patterns or freeze.unfreeze)
     return [
         resolved.resolve(variant.apply(config, global_batch=global_batch, steps=steps))
-        for variant in variants(
-            plugins=plugins,
-            world_sizes=world_sizes,
-            axes=axes,
-            accumulation=accumulation,
-            freezes=freeze_sets(resolved.survey.parameters, own=own),
-        )
+        for variant in found
     ]
 
 

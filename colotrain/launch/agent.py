@@ -34,6 +34,7 @@ from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import ranks_on
 from colotrain.spec.exit_codes import WORKER_FINAL
 
 LOST_GRACE_S = 10.0
@@ -76,7 +77,8 @@ class Agent(LocalElasticAgent):
 
     def first_rank(self) -> int:
         """Rank of this machine's first worker."""
-        return (self.get_worker_group().group_rank or 0) * self.launch.plan.cluster.procs_per_node
+        node = self.get_worker_group().group_rank or 0
+        return ranks_on(node, procs_per_node=self.launch.plan.cluster.procs_per_node)[0]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Notice workers that exit with code 0, which torch would wait for, and record failures."""

@@ -27,6 +27,7 @@ from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, read_json
+from colotrain.spec.axes import node_of
 from colotrain.spec.elastic import CopyPlaces
 from colotrain.spec.plan import RunPlan
 
@@ -132,7 +133,7 @@ class Rendezvous:
     def leave(self, rank: int, why: str) -> tuple[int, Leaving]:
         """Let the run go on without the node of a rank; return the node and the answer. Node 0."""
         assert self.registry is not None
-        place = rank // self.plan.cluster.procs_per_node
+        place = node_of(rank, procs_per_node=self.plan.cluster.procs_per_node)
         nodes = self.registry.nodes
         if place >= len(nodes):
             return place, Leaving(later=True)

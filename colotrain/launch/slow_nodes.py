@@ -13,6 +13,7 @@ from colotrain.events.machines import NodeLeft
 from colotrain.events.slow_ranks import FOR_STEPS, Slowness, slow_ranks
 from colotrain.events.view import RankView, RunView
 from colotrain.launch.node_registry import Leaving
+from colotrain.spec.axes import node_of, ranks_on
 from colotrain.spec.plan import RunPlan
 
 RECOVERY = 4.0
@@ -109,9 +110,9 @@ class SlowNodes:
 
     def _forget(self, rank: int, *, replaced: bool) -> None:
         procs = self.plan.cluster.procs_per_node
-        first = rank - rank % procs
+        left = ranks_on(node_of(rank, procs_per_node=procs), procs_per_node=procs)
         # with fewer nodes ranks have other numbers
-        self.replaced = self.replaced | set(range(first, first + procs)) if replaced else set()
+        self.replaced = self.replaced | set(left) if replaced else set()
         self.ranks.clear()
         self.num_left += 1
 

@@ -246,10 +246,8 @@ def _row(name: str, reshard: bool | None) -> Row:
 
 
 def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
-    shard = None
-    if ROWS[name].hybrid:
-        largest = scale.ranks.largest_shard(procs_per_node=scale.procs_per_node)
-        shard = asked.shard_size or largest
+    largest = scale.ranks.largest_shard(procs_per_node=scale.procs_per_node)
+    shard = asked.shard_size or largest if ROWS[name].hybrid else None
     return Ranks.of(scale.mesh, world=scale.world, shard=shard).data_sizes
 
 

@@ -127,6 +127,16 @@ class Ranks:
         return self.size(*inside[axis])
 
 
+def node_of(rank: int, *, procs_per_node: int) -> int:
+    """Return the node that a rank is on."""
+    return rank // procs_per_node
+
+
+def ranks_on(node: int, *, procs_per_node: int) -> range:
+    """Return the ranks of a node."""
+    return range(node * procs_per_node, (node + 1) * procs_per_node)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
     """The settings of the axes beside the plugin's; ranks along them work on the same samples."""

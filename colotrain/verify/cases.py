@@ -32,13 +32,17 @@ class Variant:
     freeze: tuple[str, ...] | None
     """Patterns to freeze; None leaves the user's own freeze section."""
 
+    @property
+    def readers(self) -> int:
+        """Groups of ranks that work on the same samples; 0 if the axes do not divide the ranks."""
+        return MeshPlan(pp=self.pp, cp=self.cp, tp=self.tp).readers(self.world_size)
+
     def apply(self, config: dict[str, Any], *, global_batch: int, steps: int) -> dict[str, Any]:
         """The user's configuration changed to this case, without checkpoints and restarts."""
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
-        readers = MeshPlan(pp=self.pp, cp=self.cp, tp=self.tp).readers(self.world_size)
-        micro_batch = global_batch // (self.accumulation_steps * readers)
+        micro_batch = global_batch // (self.accumulation_steps * self.readers)
         axes = f"{self.world_size}-{self.pp}-{self.cp}-{self.tp}"
         mesh = config.get("mesh") or {}
         split, parts = mesh.get("pp_split") or [], self.pp
@@ -96,15 +100,15 @@ def variants(
     for world_size, sizes, freeze, steps, plugin in itertools.product(
         world_sizes, itertools.product(*axes.values()), freezes, accumulation, plugins
     ):
-        by_axis = dict(zip(axes, sizes, strict=True))
-        if MeshPlan(**by_axis).readers(world_size):
-            yield Variant(
-                plugin=plugin,
-                world_size=world_size,
-                **by_axis,
-                accumulation_steps=steps,
-                freeze=freeze,
-            )
+        variant = Variant(
+            plugin=plugin,
+            world_size=world_size,
+            **dict(zip(axes, sizes, strict=True)),
+            accumulation_steps=steps,
+            freeze=freeze,
+        )
+        if variant.readers:
+            yield variant
 
 
 def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple[str, ...] | None]:

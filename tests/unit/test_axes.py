@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from colotrain.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, SAMPLES, STAGE, TP, MeshPlan, Ranks
+from colotrain.spec.axes import (
+    CP,
+    DP_REPLICATE,
+    DP_SHARD,
+    PP,
+    SAMPLES,
+    STAGE,
+    TP,
+    MeshPlan,
+    Ranks,
+    node_of,
+    ranks_on,
+)
 
 AXES = (PP, DP_REPLICATE, DP_SHARD, CP, TP)
 
@@ -77,6 +91,10 @@ def test_without_a_shard_size_there_are_no_replicas() -> None:
 
 @pytest.mark.parametrize("procs", [1, 2, 3, 4, 6, 8])
 def test_which_ranks_are_on_one_node(procs: int) -> None:
+    assert [[*ranks_on(node, procs_per_node=procs)] for node in range(3)] == [
+        [rank for rank in range(3 * procs) if node_of(rank, procs_per_node=procs) == node]
+        for node in range(3)
+    ]
     seen = set()
     for mesh, replicas, shard in arrangements():
         ranks = Ranks.of(mesh, world=mesh.pp * replicas * shard * mesh.tp, shard=shard)
@@ -91,3 +109,52 @@ def test_which_ranks_are_on_one_node(procs: int) -> None:
             assert ranks.has_neighbours_on_node(PP, procs_per_node=procs) == near
         seen.add((fits, near))
     assert len(seen) > 1
+
+
+PACKAGE = Path(__file__).parents[2] / "colotrain"
+SIZES = {"pp", "cp", "tp", "dp_shard", "dp_replicate", "shard_size"}
+OPERATORS = (ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
+EXCEPTIONS = {
+    "spec/axes.py": "the arithmetic",
+    "planner/pipeline.py": "how many blocks a stage has",
+    "planner/plugin.py": "a part of the bytes of activations, and whether a setting is a divisor",
+    "planner/model.py": "whether a vocabulary can be divided",
+    "planner/hardware.py": "a part of the bandwidth of a node",
+    "planner/offload.py": "bytes of all parts of a parameter",
+}
+"""Module → why it computes with the size of an axis."""
+
+
+def computes_with_sizes(text: str) -> list[int]:
+    """The lines in which the size of an axis is a factor or divisor, or a rank is divided."""
+
+    def name_of(node: ast.AST) -> str:
+        return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, OPERATORS):
+            names, divides = {name_of(node.left), name_of(node.right)}, ast.FloorDiv | ast.Mod
+            divides_rank = name_of(node.left) == "rank" and isinstance(node.op, divides)
+            found += [node.lineno] if names & SIZES or divides_rank else []
+    return found
+
+
+@pytest.mark.parametrize("text", ["rank // mesh.tp", "world // (pp * tp)", "shard.rank % size"])
+def test_arithmetic_with_ranks_is_found(text: str) -> None:
+    assert computes_with_sizes(text) != []
+
+
+def test_only_one_module_computes_with_ranks() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if computes_with_sizes(path.read_text("utf-8"))
+    }
+    assert found == EXCEPTIONS.keys()
+
+
+def test_only_one_module_makes_process_groups() -> None:
+    made = ("dist.new_group(", "init_device_mesh(")
+    files = [p for p in PACKAGE.rglob("*.py") if any(w in p.read_text("utf-8") for w in made)]
+    assert [str(path.relative_to(PACKAGE)) for path in files] == ["engine/comms/groups.py"]

@@ -65,8 +65,10 @@ class Same:
     """
 
     value: int
-    stage: int = 0
-    num_stages: int = 1
+    stage: int
+    num_stages: int
+    ranks: int
+    """Ranks of a stage."""
 
     def terms(self) -> list[float]:
         found = [0.0] * (2 * self.num_stages)
@@ -74,8 +76,8 @@ class Same:
         return found
 
     def answer(self, sums: list[float], world: int) -> bool:
-        num, ranks = self.num_stages, world // self.num_stages
-        return all(t**2 == s * ranks for t, s in zip(sums[:num], sums[num:], strict=True))
+        totals, squares = sums[: self.num_stages], sums[self.num_stages :]
+        return all(t**2 == s * self.ranks for t, s in zip(totals, squares, strict=True))
 
 
 def answers_of(asks: Mapping[str, Ask], sums: list[float], world: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from colotrain.engine.step.participant import (
 )
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
+from colotrain.spec.axes import STAGE
 from colotrain.spec.batch import is_due
 from colotrain.spec.plan import READ_BACK
 
@@ -57,7 +58,8 @@ class SameBlocks(Participant):
     def asks(self) -> Mapping[str, Ask]:
         sharded = self.run.sharded
         order, stage = sharded.order_of_calls(), sharded.stage
-        return {"same_blocks": Same(order, stage.index, stage.count)}
+        ranks = sharded.comms.ranks.size(*STAGE)
+        return {"same_blocks": Same(order, stage.index, stage.count, ranks)}
 
     def before_update(self, agreed: Agreed) -> None:
         if not agreed["same_blocks"]:
