@@ -21,8 +21,9 @@ from colotrain.engine.checkpoint.buddy import Buddy
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.memory_file import MemoryFile
-from colotrain.engine.checkpoint.whole_copy import Place
+from colotrain.engine.parts.part_map import Part, PartMap
 from colotrain.launch.copy_keeper import CopyKeeper
+from colotrain.spec import axes
 from colotrain.spec.elastic import CopyPlaces, MemoryCopyPlan
 
 SECRET = "secret"
@@ -160,21 +161,19 @@ def whole_state(step: int) -> dict[str, Tensor]:
     }
 
 
-def part_of(rank: int, world: int, step: int) -> tuple[dict[str, Tensor], dict[str, Place | None]]:
+def part_of(rank: int, world: int, step: int) -> tuple[dict[str, Tensor], dict[str, Part | None]]:
     """What a rank holds of the state, and which part of the whole each tensor is."""
     held: dict[str, Tensor] = {}
-    places: dict[str, Place | None] = {}
+    parts: dict[str, Part | None] = {}
+    ranks = PartMap(ranks=axes.Ranks({axes.DP_SHARD: world}), rank=rank)
     for name, whole in whole_state(step).items():
-        if whole.ndim < 2:
-            held[name], places[name] = whole, Place(name=name) if rank == 0 else None
-            continue
-        rows = -(-len(whole) // world)
-        first = min(rank * rows, len(whole))
-        held[name] = whole[first : first + rows]
-        place = Place(name=name, shape=tuple(whole.shape), offsets=(first, 0))
-        places[name] = place if held[name].numel() else None
-    held[f"rng.{rank}"] = torch.tensor([rank, step])
-    return held, places | {f"rng.{rank}": Place(name=f"rng.{rank}")}
+        part = ranks.part_of(name, whole.shape, name, is_sharded=whole.ndim >= 2)
+        rows = -(-len(whole) // world) if whole.ndim >= 2 else 0
+        first = min(rank * rows, len(whole)) if rows else 0
+        held[name] = whole[first : first + rows] if rows else whole
+        parts[name] = part if part.writes else None
+    held[(name := f"rng.{rank}")] = torch.tensor([rank, step])
+    return held, parts | {name: ranks.part_of(name, (2,), name, is_sharded=False)}
 
 
 def take(copies: MemoryCopies, step: int, started: float = 0.0) -> None:

@@ -75,7 +75,7 @@ def accumulate(
     A pipeline stage runs some forwards ahead of its backwards, unless `one_by_one`.
     """
     sharded, stage = state.sharded, state.sharded.stage
-    stage.begin_step(state.frozen)
+    stage.begin_step(sharded.parts.frozen)
     order = in_turn(chunks=stage.chunks, micro_batches=num) if one_by_one else stage.order(num)
     backwards = [a for a in order if not a.is_forward and stage.trains[a.chunk]]
     taken, source = dict[int, Batch](), iter(batches)

@@ -75,7 +75,7 @@ def evaluate(run: Run) -> None:
     model.eval()
     with interruptible(run, "evaluation"), exported_buffers(run):
         sums, metrics = sum_losses(run, data)
-        if not run.sharded.parts.is_first:  # another rank of the group has the same
+        if not run.sharded.tensor.is_first:  # another rank of the group has the same
             sums, metrics = torch.zeros_like(sums), {}
         reshard(run.sharded)
         run.progress.begin_agreement()

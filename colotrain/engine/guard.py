@@ -21,15 +21,15 @@ import xxhash
 from torch import Tensor
 
 from colotrain.engine import exchange
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.axes import DP_REPLICATE, STAGE
+from colotrain.spec.axes import DP_REPLICATE, STAGE, TP
 from colotrain.spec.batch import is_due
 
 PIECE = 1 << 22
@@ -120,9 +120,9 @@ def _sums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
 def _state(run: Run) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's parameters and optimizer state."""
     for name, parameter in run.sharded.named_parameters():
-        yield name, local_shard(parameter)
+        yield name, local_part(parameter)
     for name, values in run.optimizer.state().items():
-        yield from ((f"{key} of {name}", local_shard(value)) for key, value in values.items())
+        yield from ((f"{key} of {name}", local_part(value)) for key, value in values.items())
 
 
 def _changed(noted: dict[str, int], run: Run) -> list[Finding]:
@@ -152,21 +152,14 @@ def _differing(run: Run) -> list[Finding]:
 
 
 def _differing_replicas(run: Run) -> list[Finding]:
-    whole = {n for n, p in run.sharded.named_parameters() if local_shard(p) is p}
-    held = list(_state(run))
-    of_stage = run.sharded.comms[STAGE]
-    alike = [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole]
-    found = _compare("replicas", alike, of_stage, dist.get_process_group_ranks(of_stage))
-    parts = run.sharded.parts
-    if parts.group is not None:
-        own = whole | parts.splits.keys()
-        alike = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in own]
-        ranks = dist.get_process_group_ranks(parts.group)
-        found += _compare("replicas", alike, parts.group, ranks)
-    if run.sharded.plugin.is_hybrid:
-        group = run.sharded.comms[DP_REPLICATE]
-        shards = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in whole]
-        found += _compare("replicas", shards, group, dist.get_process_group_ranks(group))
+    comms = run.sharded.comms
+    held = [(n, t, run.sharded.parts[n.rpartition(" of ")[2]]) for n, t in _state(run)]
+    replicated = [(n, t) for n, t, part in held if not part.is_sharded]
+    found = _compare("replicas", replicated, comms[STAGE])
+    for axis in (TP, DP_REPLICATE):
+        if axis in comms.ranks.sizes:
+            alike = [(n, t) for n, t, p in held if p.is_sharded and axis not in p.divided]
+            found += _compare("replicas", alike, comms[axis])
     return _agree(found)
 
 
@@ -175,7 +168,7 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
     group = sharded.shard_group
     if group.size() == 1:
         return []
-    ranks, found = dist.get_process_group_ranks(group), []
+    found = []
     for part in (part for part in sharded.groups if not part.is_shared):
         part.handle.unshard()
         gathered = [
@@ -183,15 +176,14 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
             for param in part.params
             if (whole := unsharded_of(param)) is not None
         ]
-        found += _compare("gathered", gathered, group, ranks)
+        found += _compare("gathered", gathered, group)
         part.handle.reshard()
     return _agree(found)
 
 
-def _compare(
-    check: str, held: list[tuple[str, Tensor]], group: Any, ranks: list[int]
-) -> list[Finding]:
-    """Compare checksums among `ranks`, the members of `group` (None: all), which must all call."""
+def _compare(check: str, held: list[tuple[str, Tensor]], group: Any) -> list[Finding]:
+    """Compare checksums among the ranks of `group`, which must all call."""
+    ranks = dist.get_process_group_ranks(group)
     if not held or len(ranks) == 1:
         return []
     device = held[0][1].device

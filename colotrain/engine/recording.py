@@ -14,11 +14,11 @@ from colotrain import module_tree
 from colotrain.dotted import described
 from colotrain.engine.gradients import noise
 from colotrain.engine.gradients.statistics import Recorder
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.precision import dtype_of
 from colotrain.engine.pressure import PressureMeter
 from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.spikes import LossSpikes
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Any_, Ask, Participant, StepResult
@@ -156,7 +156,7 @@ class StepRecords(Participant):
         grads = [p.grad for p in module_tree.parameters(run.sharded.module) if p.grad is not None]
         held = {
             **lasting_bytes(run),
-            "gradients": sum(local_shard(grad).nbytes for grad in grads),
+            "gradients": sum(local_part(grad).nbytes for grad in grads),
             "baseline": self.baseline_bytes,
         }
         self.memory_recorded = True
@@ -180,9 +180,9 @@ def lasting_bytes(run: Run) -> dict[str, int]:
     model = run.sharded.module
     states = run.optimizer.torch.state.values() if run.optimizer.torch is not None else ()
     return {
-        "parameters": sum(local_shard(p).nbytes for _, p in run.sharded.named_parameters()),
+        "parameters": sum(local_part(p).nbytes for _, p in run.sharded.named_parameters()),
         "optimizer": sum(
-            local_shard(value).nbytes
+            local_part(value).nbytes
             for state in states
             for value in state.values()
             if isinstance(value, torch.Tensor)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
-from colotrain.models.tensor_parallel import TensorShard, divide_parameters_, part_of
+from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import (
     apply_styles_,
     own_divisions,
@@ -32,41 +32,11 @@ class TensorParts:
     """Parameter name → part; all other parameters are whole and equal on all ranks of a group."""
     partial: frozenset[str] = frozenset()
     """Names of whole parameters of whose gradients a rank's backward leaves a part."""
-    group: dist.ProcessGroup | None = None
-    """The ranks of the group; None where it is this rank alone."""
 
     @property
     def is_first(self) -> bool:
         """Whether this rank counts in sums over all ranks what its group holds alike."""
         return self.shard.rank == 0
-
-    def counts(self, name: str) -> bool:
-        """Whether this rank's part of a parameter counts in sums over all ranks."""
-        return self.is_first or name in self.splits
-
-    def whole_shape(self, name: str, part: torch.Size) -> tuple[int, ...]:
-        """Return the shape of a whole parameter from that of its parts."""
-        split = self.splits.get(name)
-        return tuple(part) if split is None else split.whole_shape(part)
-
-    def begin(self, name: str, ndim: int) -> tuple[int, ...]:
-        """Return the index, in the whole parameter, of the first element of the part."""
-        split = self.splits.get(name)
-        return (0,) * ndim if split is None else split.begin(ndim)
-
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter."""
-        split = self.splits.get(name)
-        return whole if split is None else part_of(whole, split)
-
-    def join(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole parameter from the parts of all ranks, which must all call."""
-        split = self.splits.get(name)
-        if split is None or self.group is None:
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.shard.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts, dim=split.dim)
 
     def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
         """Set gradients to their sums over the group, with the same bits on all of its ranks.
@@ -87,7 +57,6 @@ class TensorParts:
 
         No forward may run on a single rank afterwards.
         """
-        self.group = group
         self.shard.all_gather, self.shard.reduce_scatter = collectives_of(group, device)
 
 

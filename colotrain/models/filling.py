@@ -37,6 +37,8 @@ class Shards:
     """Called with each parameter that is not needed for the moment."""
     shape: Callable[[Tensor], tuple[int, ...]] = lambda parameter: tuple(parameter.shape)
     """Shape of a whole parameter; ranks of a tensor-parallel group hold only parts."""
+    slices: Callable[[Tensor], tuple[slice, ...]] = lambda tensor: ()
+    """Where this rank's numbers stand in a whole parameter or buffer; () is all of it."""
     ahead_bytes: int = 0
     """Bytes of whole parameters, the same on all ranks, that threads may draw at the same time."""
 

@@ -109,14 +109,12 @@ def fill_(
     *,
     seed: int,
     shards: Shards,
-    part: Callable[[Tensor], tuple[slice, ...]],
     given: Set[str] = frozenset(),
 ) -> None:
     """Read this rank's part of every parameter and persistent buffer from the directory.
 
-    `part(tensor)` are the slices of the whole tensor that this rank holds; () is all. What the
-    files lack gets transformers' initial values under `seed`, of which `shards` stores this rank's
-    part. Tensors whose names are in `given` are not read.
+    What the files lack gets transformers' initial values under `seed`, of which `shards` stores
+    this rank's part. Tensors whose names are in `given` are not read.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
     found = sources_of(model).found
@@ -127,7 +125,7 @@ def fill_(
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in found and name not in given:
-                _read_part_(tensor, stored, found[name], part(tensor))
+                _read_part_(tensor, stored, found[name], shards.slices(tensor))
                 if isinstance(tensor, nn.Parameter):  # buffers stay where they are
                     shards.release(tensor)
         for name, whole in missing_values(model, plan, seed).items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -211,19 +211,17 @@ def fill_(
     *,
     seed: int,
     shards: Shards | None = None,
-    part: Callable[[Tensor], tuple[slice, ...]] = lambda tensor: (),
     given: Set[str] = frozenset(),
 ) -> None:
     """Give values to a model that `build` left on the meta device and `allocate_` gave storage.
 
-    `shards` stores this rank's rows (default: all). `part(tensor)` are its slices of the
-    whole tensor (() is all), so that only these are read from a model directory. Tensors whose
-    names are in `given` get their values later: reading or computing them here is left out, but
-    a user's `init_weights()` is called, as it may set anything else.
+    `shards` stores this rank's part (default: all). Tensors whose names are in `given` get their
+    values later: reading or computing them here is left out, but a user's `init_weights()` is
+    called, as it may set anything else.
     """
     shards = shards or WHOLE
     if plan.hf is not None:
-        huggingface.fill_(model, plan, seed=seed, shards=shards, part=part, given=given)
+        huggingface.fill_(model, plan, seed=seed, shards=shards, given=given)
     elif not _is_given(model, given):
         layers = adapters.adapted(model)
         later = {f"{name}.{part}.weight" for name in layers for part in (adapters.A, adapters.B)}

@@ -28,10 +28,6 @@ class Split:
         """Return the shape of the whole parameter; `part` is the shape of any of its parts."""
         return tuple(self.whole if dim == self.dim else size for dim, size in enumerate(part))
 
-    def begin(self, ndim: int) -> tuple[int, ...]:
-        """Return the index of the part's first element in a whole tensor of `ndim` dimensions."""
-        return tuple(self.start if dim == self.dim else 0 for dim in range(ndim))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divisions:

@@ -20,9 +20,9 @@ from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import exchange
 from colotrain.engine.gradients import gradients
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.process import StopRequest, connect
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.step.participants import OnGradients
 from colotrain.engine.step.train import train
 from colotrain.engine.worker import prepare
@@ -110,10 +110,9 @@ class Recorder:
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     """Name → unsharded value of every parameter on rank 0; all ranks must call."""
     begins = {view.name: view.begin for view in gradients.read(model)}
-    own = {
-        n: p for n, p in module_tree.named_parameters(model) if not p.is_meta
-    }  # others: on another stage
-    return _gather({n: (begins[n], local_shard(p)) for n, p in own.items()})
+    held = module_tree.named_parameters(model)
+    own = {n: p for n, p in held if not p.is_meta}  # others: on another stage
+    return _gather({n: (begins[n], local_part(p)) for n, p in own.items()})
 
 
 Index = tuple[int, ...]
@@ -170,6 +169,6 @@ def write(case: RunDir, recorder: Recorder, run: Run, attempt: int) -> None:
     facts = {
         "losses": [step.loss for step in steps if step.loss is not None],
         "optimizer_steps": run.optimizer.steps,
-        "frozen": sorted(run.gradients.frozen),
+        "frozen": sorted(run.sharded.parts.frozen),
     }
     Path(case.verification_file).write_text(json.dumps(facts), "utf-8")

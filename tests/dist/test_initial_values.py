@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.sharded_model import materialise_, shard_
-from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
@@ -175,11 +175,12 @@ def equal_rows(whole: nn.Module, sharded: nn.Module) -> None:
     found = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
     assert wanted.keys() == found.keys()
     for name, tensor in found.items():
-        rows = shard_range(tensor) if isinstance(tensor, DTensor) else None
-        start, count = rows or (0, 0)
-        part = wanted[name][start : start + count] if rows else wanted[name]
-        assert torch.equal(local_shard(tensor.detach()), part), name
-        assert isinstance(tensor, DTensor) == (rows is not None)
+        part = wanted[name]
+        if isinstance(tensor, DTensor):
+            group = tensor.device_mesh.get_group("dp_shard")
+            start, count = rows_of(tensor.shape[0], group.rank(), group.size())
+            part = part[start : start + count]
+        assert torch.equal(local_part(tensor.detach()), part), name
 
 
 @pytest.mark.parametrize("num_ranks", representatives([1, 2, 3, 4], kept=[3]))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
-from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm import reduce_scatter as reductions
 from colotrain.engine.shm.reduce_scatter import Reduction
 from colotrain.engine.shm.shared_memory import PeerLost
@@ -116,8 +116,9 @@ def check_step(sharded: ShardedModel, dtype: torch.dtype, computed_in: torch.dty
                 before = expected.get(parameter, torch.zeros(()))
                 expected[parameter] = (before.to(wide) + total).to(dtype)
     for parameter, total in expected.items():
-        start, rows = shard_range(parameter.data)
-        assert torch.equal(local_shard(parameter.grad), total[start : start + rows])
+        group = parameter.data.device_mesh.get_group("dp_shard")  # type: ignore[attr-defined]
+        start, rows = rows_of(parameter.shape[0], group.rank(), group.size())
+        assert torch.equal(local_part(parameter.grad), total[start : start + rows])
         parameter.grad = None
 
 

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients.gradients import GradientState, watch
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.shm import all_gather as channels
 from colotrain.engine.shm import shared_memory, transport
 from colotrain.engine.shm.all_gather import Channel
@@ -252,8 +252,8 @@ def train(
         accumulate(state, batches, num=2, totals=StepTotals(nominal=8.0))
         before_update(step)
         for parameter in parameters:
-            local_shard(parameter.data).sub_(local_shard(parameter.grad), alpha=0.1)
-    return [local_shard(t).clone() for p in parameters for t in (p.detach(), p.grad)]
+            local_part(parameter.data).sub_(local_part(parameter.grad), alpha=0.1)
+    return [local_part(t).clone() for p in parameters for t in (p.detach(), p.grad)]
 
 
 def assert_alike(shared: Sequence[Tensor], plain: Sequence[Tensor]) -> None:

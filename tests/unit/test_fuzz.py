@@ -32,6 +32,7 @@ from colotrain.engine.checkpoint.manifest import (
     write_manifest,
 )
 from colotrain.engine.checkpoint.shard_file import Piece, write_pieces
+from colotrain.engine.parts.part_map import PartMap
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import Fold
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
@@ -40,6 +41,7 @@ from colotrain.events.view import summary
 from colotrain.rundir import RunDir
 from colotrain.show.dashboard import render
 from colotrain.show.frame import FrameState
+from colotrain.spec.axes import DP_SHARD, Ranks
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 from tests.checkpoints import read_whole
 
@@ -167,10 +169,13 @@ def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     parts, files = [], {}
     for rank in (0, 1):
         rows = state["model.weight"][4 * rank : 4 * rank + 4]
-        pieces = [Piece(name="model.weight", local=rows, shape=(8, 5), begin=(4 * rank, 0))]
+        part_of = PartMap(ranks=Ranks({DP_SHARD: 2}), rank=rank).part_of
+        part = part_of("model.weight", (8, 5), "weight", is_sharded=True)
+        pieces = [Piece(part=part, local=rows)]
         if rank == 0:
             whole = [(n, t) for n, t in state.items() if n != "model.weight"]
-            pieces += [Piece(name=n, local=t, shape=tuple(t.shape)) for n, t in whole]
+            parts_of_whole = [(part_of(n, t.shape, n, is_sharded=False), t) for n, t in whole]
+            pieces += [Piece(part=part, local=t) for part, t in parts_of_whole]
         written = write_pieces(path / f"__{rank}_0.distcp", pieces)
         parts.append(describe(pieces, written, f"__{rank}_0.distcp"))
         files[f"__{rank}_0.distcp"] = FileEntry(bytes=written.num_bytes, xxh128=written.checksum)

@@ -58,8 +58,8 @@ DOORS = {
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
-PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting"}
-"""Python's own, and a method that torch's modules and users' define."""
+PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting", "_parameters"}
+"""Python's own, and what torch's modules and users' define, which `torch_internals` asserts."""
 
 
 def test_private_names_of_other_libraries_are_in_one_door_each() -> None:

@@ -24,6 +24,8 @@ from colotrain.engine.checkpoint.shard_file import (
     Written,
     write_pieces,
 )
+from colotrain.engine.parts.part_map import PartMap
+from colotrain.spec.axes import DP_SHARD, Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 
@@ -37,7 +39,13 @@ def tensor_of(num_bytes: int, dtype: torch.dtype) -> Tensor:
 
 def pieces_of(sizes: list[int]) -> list[Piece]:
     tensors = [tensor_of(size, random.choice(DTYPES)) for size in sizes]
-    return [Piece(name=f"p{n}", local=t, shape=tuple(t.shape)) for n, t in enumerate(tensors)]
+    return [piece_of(f"p{n}", tensor) for n, tensor in enumerate(tensors)]
+
+
+def piece_of(name: str, local: Tensor, *, must_be_finite: bool = False) -> Piece:
+    parts = PartMap(ranks=Ranks({DP_SHARD: 1}), rank=0)
+    part = parts.part_of(name, local.shape, "", is_sharded=False)
+    return Piece(part=part, local=local, must_be_finite=must_be_finite)
 
 
 def check(path: Path, written: Written, expected: list[Tensor]) -> None:
@@ -61,7 +69,7 @@ def test_a_file_holds_every_byte_in_its_place(tmp_path: Path, seed: int) -> None
     random.shuffle(sizes)
     pieces = pieces_of(sizes)
     across = torch.randn(900, 700).t()
-    pieces.insert(5, Piece(name="across", local=across, shape=tuple(across.shape)))
+    pieces.insert(5, piece_of("across", across))
     told: list[int] = []
     written = write_pieces(tmp_path / "file", pieces, report=told.append)
     check(tmp_path / "file", written, [piece.local for piece in pieces])
@@ -134,7 +142,7 @@ def test_what_is_exchanged_for_copies_may_change_while_it_is_written(
 @pytest.mark.parametrize("at", [0, 70, LARGE_BYTES // 4, -1])
 def test_a_value_that_is_not_finite_is_found_anywhere(tmp_path: Path, at: int) -> None:
     values = torch.randn(LARGE_BYTES // 2)
-    piece = Piece(name="bad", local=values, shape=tuple(values.shape), must_be_finite=True)
+    piece = piece_of("bad", values, must_be_finite=True)
     write_pieces(tmp_path / "good", [piece])
     values[at] = float("inf")
     with pytest.raises(NotFinite, match="bad"):

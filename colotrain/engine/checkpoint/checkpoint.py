@@ -26,8 +26,7 @@ from colotrain.engine.checkpoint.manifest import (
     check_steps,
     read_manifest,
 )
-from colotrain.engine.checkpoint.parts import as_parts
-from colotrain.engine.checkpoint.pieces import own_name, pieces_of, tensors_of, unchanged
+from colotrain.engine.checkpoint.pieces import own_name, parts_of, pieces_of, tensors_of, unchanged
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.optim.schedule import rate_warning
 from colotrain.engine.run_state import Run
@@ -109,7 +108,7 @@ def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
         best_step=run.best[0] if run.best else None,
         best_value=run.best[1] if run.best else None,
         evaluations=run.evaluations,
-        frozen=dict(run.gradients.frozen),
+        frozen=run.sharded.parts.frozen,
         plan={} if progress_only else to_plain(run.plan),
         versions={} if progress_only else _versions(),
         left_out=spared,
@@ -142,7 +141,7 @@ def restore(run: Run, path: Path) -> None:
     manifest = read_manifest(path)
     check_batch(manifest, path, run.plan.batch.global_batch)
     check_steps(manifest, path, run.plan.train)
-    parts, index = run.sharded.parts, read_index(path)
+    index = read_index(path)
     if run.rank == 0:
         told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
         told += _buffers_of_others(run, manifest, index.state_dict_metadata)
@@ -155,7 +154,7 @@ def restore(run: Run, path: Path) -> None:
             path,
             manifest,
             index.state_dict_metadata,
-            lambda wanted: load(as_parts(wanted, parts), index),
+            lambda wanted: load(wanted, parts_of(run, wanted), index),
         )
     except OSError as error:
         raise ColotrainError(f"{path}: {error}", "see the run's logs") from error

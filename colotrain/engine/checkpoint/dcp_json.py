@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from colotrain.engine.checkpoint.shard_file import Piece, Written
+from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.errors import ColotrainError
 
 INDEX = "index.json"
@@ -69,10 +70,11 @@ def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]
     """Return the part of the index for what one rank wrote."""
     tensors = {}
     for piece, start in zip(pieces, written.starts, strict=True):
-        box = {"offsets": piece.offsets, "sizes": list(piece.local.shape)}
+        name, shape = piece.part.name, list(piece.part.whole)
+        box = {"offsets": list(piece.part.begin), "sizes": list(piece.local.shape)}
         place = {"file": file, "start": start, "length": piece.local.nbytes}
         dtype = str(piece.local.dtype).removeprefix("torch.")
-        tensors[piece.name] = {"dtype": dtype, "shape": list(piece.shape), "chunks": [box | place]}
+        tensors[name] = {"dtype": dtype, "shape": shape, "chunks": [box | place]}
     return tensors
 
 
@@ -208,11 +210,42 @@ class JsonIndexReader(StorageReader):
         return read
 
 
-def load(state: dict[str, Any], index: Metadata) -> None:
-    """Fill the tensors of `state` (or parts of them) from a checkpoint with this index.
+class Target(Tensor):
+    """A part of a tensor, which torch's loading fills from files that have other parts.
+
+    It has the methods by which DTensor takes part in loading; torch takes only tensors.
+    """
+
+    local: Tensor
+    part: Part
+
+    @staticmethod
+    def of(local: Tensor, part: Part) -> Target:
+        target = local.detach().as_subclass(Target)
+        target.local, target.part = local, part
+        return target
+
+    def size(self, dim: int | None = None) -> Any:
+        whole = torch.Size(self.part.whole)
+        return whole if dim is None else whole[dim]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        begin = torch.Size(self.part.begin)
+        return [ChunkStorageMetadata(offsets=begin, sizes=self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.local
+
+
+def load(tensors: Mapping[str, Tensor], parts: Mapping[str, Part], index: Metadata) -> None:
+    """Fill `tensors`, which are these parts of whole ones, from a checkpoint with this index.
 
     All ranks must call. `OSError` on all of them where one cannot read.
     """
+    state: dict[str, Any] = {
+        name: Target.of(local_part(tensor), parts[name]) if parts[name].divided else tensor
+        for name, tensor in tensors.items()
+    }
     try:
         dcp.load(state, storage_reader=JsonIndexReader(index))
     except dcp.api.CheckpointException as error:  # a BaseException, which would look like a kill

@@ -34,13 +34,13 @@ from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_file import FIRST, MemoryFile
 from colotrain.engine.checkpoint.whole_copy import (
     Key,
-    Place,
     WholeCopy,
     describe,
     join_copies,
     key_of,
     look,
 )
+from colotrain.engine.parts.part_map import Part
 from colotrain.errors import ConfigError
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
@@ -103,7 +103,7 @@ class MemoryCopies:
     """Copies with smaller numbers are void: those that other launchers have, too."""
     taken: int = 0
     """Number of copies that this attempt has made."""
-    parts: dict[str, Place | None] = field(default_factory=dict)
+    parts: dict[str, Part | None] = field(default_factory=dict)
     """Which part of the whole each tensor of the newest copy is."""
     step: int = 0
     """Step of the newest copy, or from which this attempt began."""

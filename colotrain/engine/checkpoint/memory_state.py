@@ -15,18 +15,18 @@ from colotrain.engine.checkpoint import plain_state, sources
 from colotrain.engine.checkpoint.checkpoint import began_with, fill, manifest_of
 from colotrain.engine.checkpoint.dcp_json import load
 from colotrain.engine.checkpoint.memory_copy import Copied
-from colotrain.engine.checkpoint.parts import as_parts
 from colotrain.engine.checkpoint.pieces import (
     buffers_of,
     model_state,
     own_name,
+    parts_of,
     tensors_of,
     unchanged,
     written_here,
 )
-from colotrain.engine.checkpoint.whole_copy import Place, WholeCopy
+from colotrain.engine.checkpoint.whole_copy import WholeCopy
+from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.records import to_plain
@@ -48,7 +48,7 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
         state = held(run)
         if copies.parts.keys() != state.keys():
             began = time.perf_counter()
-            copies.parts = parts_of(run, state)
+            copies.parts = copied_parts(run, state)
             started += time.perf_counter() - began  # later copies take as long as one another
         manifest, changing = manifest_of(run, progress_only=True), buffers_of(run, state)
         copies.take(state, manifest, started, changing)
@@ -79,26 +79,24 @@ def held(run: Run) -> dict[str, Tensor]:
     for name, tensor in model_state(run.sharded):
         if name not in skipped:
             known = shards.get(name)  # finding the local part of a DTensor takes far longer
-            state[f"model.{name}"] = local_shard(tensor) if known is None else known
+            state[f"model.{name}"] = local_part(tensor) if known is None else known
     for name, values in run.optimizer.held_state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
     state |= plain_state.encoded(run)
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
 
 
-def parts_of(run: Run, state: Mapping[str, Tensor]) -> dict[str, Place | None]:
+def copied_parts(run: Run, state: Mapping[str, Tensor]) -> dict[str, Part | None]:
     """Return which part of the whole each tensor of `held` is; None where another rank tells it.
 
     Buffers are told by every rank, as this rank's own.
     """
     tensors = tensors_of(run, unchanged(run))
-    places: dict[str, Place | None] = dict.fromkeys(state)
-    places |= {name: Place(name=own_name(run, name)) for name in buffers_of(run, tensors)}
-    for piece in written_here(run, tensors):
-        is_whole = piece.begin is None and piece.shape == tuple(piece.local.shape)
-        shape = None if is_whole else piece.shape
-        places[piece.name] = Place(name=piece.name, shape=shape, offsets=tuple(piece.offsets))
-    return places
+    found: dict[str, Part | None] = dict.fromkeys(state)
+    names = buffers_of(run, tensors)
+    own = parts_of(run, {own_name(run, name): tensors[name] for name in names})
+    found |= {name: own[own_name(run, name)] for name in names}
+    return found | {piece.part.name: piece.part for piece in written_here(run, tensors)}
 
 
 def restore(run: Run, copied: Copied | WholeCopy) -> None:
@@ -109,11 +107,11 @@ def restore(run: Run, copied: Copied | WholeCopy) -> None:
 
     def load_own(wanted: dict[str, Tensor]) -> None:
         assert isinstance(copied, Copied)
-        copied.file.read_into({name: local_shard(tensor) for name, tensor in wanted.items()})
+        copied.file.read_into({name: local_part(tensor) for name, tensor in wanted.items()})
 
     def load_parts(wanted: dict[str, Tensor]) -> None:
         assert isinstance(copied, WholeCopy)
-        load(as_parts(wanted, run.sharded.parts), copied.index)
+        load(wanted, parts_of(run, wanted), copied.index)
 
     if run.rank == 0:
         for text in sources.warnings_of(run, copied.manifest, []):

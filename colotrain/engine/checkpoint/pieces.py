@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,15 +12,13 @@ from torch.distributed.tensor import DTensor
 from colotrain import module_tree
 from colotrain.engine import generators
 from colotrain.engine.checkpoint import plain_state
-from colotrain.engine.checkpoint.parts import named_in, parameter_of
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.guard import checksum
+from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
-from colotrain.engine.sharding.shards import begin_of, local_shard
-from colotrain.spec.axes import DP_REPLICATE, TP
 from colotrain.torch_internals import is_persistent
 
 
@@ -32,42 +28,41 @@ def pieces_of(run: Run) -> list[Piece]:
     One rank, chosen by name, writes what several ranks hold alike. All ranks must call.
     """
     tensors = tensors_of(run, unchanged(run))
-    differing = [
-        Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
-        for name in _differing_buffers(run, tensors)
+    differing = _differing_buffers(run, tensors)
+    own = [
+        Piece(part=part, local=differing[name]) for name, part in parts_of(run, differing).items()
     ]
-    return [*differing, *written_here(run, tensors)]
+    return [*own, *written_here(run, tensors)]
 
 
 def written_here(run: Run, tensors: Mapping[str, Tensor]) -> list[Piece]:
     """Return the pieces of `tensors` that this rank writes, without buffers that differ."""
-    found: list[Piece] = []
-    trained = {f"model.{name}" for name in run.optimizer.shards}
-    buffers, comms = buffers_of(run, tensors), run.sharded.comms
-    parts, stage = run.sharded.parts, run.sharded.stage
-    for name, tensor in tensors.items():
-        if not stage.counts(named_in(name)):
-            continue
-        owner = parameter_of(name, parts)
-        piece = Piece(
-            name=name,
-            local=tensor,
-            shape=tuple(tensor.shape) if owner is None else parts.whole_shape(owner, tensor.shape),
+    trained, buffers = {f"model.{n}" for n in run.optimizer.shards}, buffers_of(run, tensors)
+    return [
+        Piece(
+            part=part,
+            local=local_part(tensors[name]),
             must_be_finite=name in trained or name.startswith("optim."),
             lasts=name not in buffers and not name.startswith("rng."),
         )
-        if not isinstance(tensor, DTensor):
-            if name.startswith("rng.") or stage.writes(named_in(name)):
-                found.append(piece)
-            continue
-        local = local_shard(tensor)
-        # all ranks of a tensor-parallel group hold what is no parameter's
-        alike = (DP_REPLICATE, TP) if owner is None else (DP_REPLICATE,)
-        writer = zlib.crc32(name.encode()) % comms.ranks.size(*alike)
-        if local.numel() and writer == comms.ranks.index(comms.rank, *alike):
-            begin = begin_of(owner or name, tensor, parts)
-            found.append(replace(piece, local=local, begin=begin))
-    return found
+        for name, part in parts_of(run, tensors).items()
+        if part.writes or name.startswith("rng.")
+    ]
+
+
+def parts_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Return the part of a whole tensor that each tensor of the state is, by its name there."""
+    parts = run.sharded.parts
+    return {
+        name: parts.part_of(name, t.shape, parameter_in(name), is_sharded=isinstance(t, DTensor))
+        for name, t in tensors.items()
+    }
+
+
+def parameter_in(name: str) -> str:
+    """Return the parameter (or buffer) that the tensor `name` is, or is the optimizer state of."""
+    kind, _, rest = name.removeprefix(PLAIN).partition(".")
+    return rest.rpartition(".")[0] if kind == "optim" else rest
 
 
 def own_name(run: Run, name: str) -> str:
@@ -82,15 +77,19 @@ def buffers_of(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
     return [n for n in tensors if n.startswith(kept) and n not in parameters]
 
 
-def _differing_buffers(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return buffers that differ from rank 0's, such as running means over a rank's batches."""
+def _differing_buffers(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return buffers that differ from rank 0's, such as running means over a rank's batches.
+
+    They have names of this rank's own.
+    """
     names = buffers_of(run, tensors)
     if not names:
-        return []
+        return {}
     mine = torch.tensor([checksum(tensors[name]) for name in names])
     of_first = mine.clone()
     dist.broadcast(of_first, 0)
-    return [n for n, a, b in zip(names, mine.tolist(), of_first.tolist(), strict=True) if a != b]
+    differs = [a != b for a, b in zip(mine.tolist(), of_first.tolist(), strict=True)]
+    return {own_name(run, n): tensors[n] for n, d in zip(names, differs, strict=True) if d}
 
 
 def tensors_of(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
@@ -121,4 +120,4 @@ def unchanged(run: Run) -> set[str]:
     if run.plan.checkpoint.content == "all":
         return set()
     later = unfrozen_later(run.sharded.module, run.plan.freeze)
-    return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored - later
+    return run.sharded.parts.frozen.keys() - set(run.optimizer.parameters) - run.restored - later

@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from colotrain.engine.parts.part_map import Part
 from colotrain.engine.raw_bytes import bytes_of
 
 BUFFER_BYTES = 8 << 20
@@ -37,23 +38,15 @@ LARGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The part of a tensor that one rank holds: rows of dimension 0, or of a part of each row."""
+    """The part of a tensor that one rank writes, with its numbers."""
 
-    name: str
+    part: Part
     local: Tensor
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    begin: tuple[int, ...] | None = None
-    """Index of the part's first element in the whole tensor; None for the tensor's first."""
     must_be_finite: bool = False
     lasts: bool = False
     """Whether it changes only in updates: parameters and optimizer state."""
     is_copy: bool = False
     """Whether it is a copy, which never changes."""
-
-    @property
-    def offsets(self) -> list[int]:
-        return list(self.begin or (0,) * len(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +210,7 @@ def _start_of(data: memoryview) -> int:
 
 def _check(piece: Piece, part: memoryview) -> None:
     if piece.must_be_finite and not all_finite(torch.frombuffer(part, dtype=piece.local.dtype)):
-        raise NotFinite(f"{piece.name} holds values that are not finite")
+        raise NotFinite(f"{piece.part.name} holds values that are not finite")
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from colotrain.engine.checkpoint.buddy import RemoteFile, RemoteLauncher
 from colotrain.engine.checkpoint.dcp_json import INVALID, FileSource, Source, index_of, join
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_file import MemoryFile
+from colotrain.engine.parts.part_map import Part
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import CopyPlaces
@@ -38,32 +39,22 @@ class Key(NamedTuple):
     """Random text of the attempt that made it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which part of a tensor a rank's copy adds to the whole."""
+def describe(parts: Mapping[str, Part | None], held: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what a copy of `held` adds to the whole, as plain data: name in the whole → part.
 
-    name: str
-    """Name of the tensor in the whole; in the copy it may be another."""
-    shape: tuple[int, ...] | None = None
-    """Shape of the whole tensor; None where this rank has all of it."""
-    offsets: tuple[int, ...] = ()
-
-
-def describe(places: Mapping[str, Place | None], held: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a copy of `held` adds to the whole, as plain data: name → part.
-
-    `places` are the parts by their names in `held`; None: another rank adds the same.
+    `parts` are the parts by their names in `held`; None: another rank adds the same.
     """
     found = {}
-    for name, place in places.items():
-        if place is None:
+    for name, part in parts.items():
+        if part is None:
             continue
         sizes = list(held[name].shape)
-        found[place.name] = {
+        found[part.name] = {
             "held": name,
             "dtype": str(held[name].dtype).removeprefix("torch."),
-            "shape": sizes if place.shape is None else list(place.shape),
-            "offsets": [0] * len(sizes) if place.shape is None else list(place.offsets),
+            # plain data, which is not divided, may have another length now
+            "shape": list(part.whole) if part.divided else sizes,
+            "offsets": list(part.begin),
             "sizes": sizes,
         }
     return found

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
 from colotrain.engine.freezing import names_of
+from colotrain.engine.parts.gathering import gather_whole
+from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
-from colotrain.engine.sharding.shards import begin_of, local_shard
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import norms_of
 
@@ -32,16 +33,12 @@ class GradientState:
     """What `read` needs beside the gradients themselves."""
 
     sharded: ShardedModel
-    frozen: dict[str, str]
-    """Frozen parameter → the pattern that froze it."""
     factor: float = 1.0
     """Factor by which a stored gradient becomes the gradient of the step."""
     norm: float = 0.0
     """Global norm before clipping."""
     clip_ratio: float = 1.0
     """Factor by which clipping multiplied the gradients."""
-    names: tuple[str, ...] = ()
-    """Names of all parameters, in the order of the model."""
     used_here: set[str] = field(default_factory=set)
     """Parameters that a backward of this step reached on this rank."""
     used: set[str] = field(default_factory=set)
@@ -51,20 +48,22 @@ class GradientState:
     watched: set[str] = field(default_factory=set)
     """Parameters with a hook that adds them to `used_here`."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameters, in the order of the model."""
+        return tuple(self.sharded.parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradView:
     """The gradient of one parameter in the last step."""
 
-    name: str
+    part: Part
+    """What this rank has of it."""
     aliases: tuple[str, ...]
     """Other names of the same (tied) parameter."""
-    shape: tuple[int, ...]
-    """Shape of the whole gradient."""
     dtype: torch.dtype
     device: torch.device
-    begin: tuple[int, ...]
-    """Index of the first element that this rank holds; its part has the shape of `local`."""
     status: Status
     reason: str | None
     """Pattern that froze it, or why it has no usable gradient; None when it is trained."""
@@ -74,6 +73,20 @@ class GradView:
     _state: GradientState
 
     @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole gradient."""
+        return self.part.whole
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Index of the first element that this rank holds; its part has the shape of `local`."""
+        return self.part.begin
+
+    @property
     def offset(self) -> int:
         """First row of dimension 0 that this rank holds."""
         return self.begin[0] if self.begin else 0
@@ -81,21 +94,20 @@ class GradView:
     @property
     def local(self) -> Tensor | None:
         """This rank's rows of the gradient; None where there is none, or on another stage."""
-        return None if self._stored is None else local_shard(self._stored) * self._state.factor
+        return None if self._stored is None else local_part(self._stored) * self._state.factor
 
     def full(self) -> Tensor:
         """Return the whole gradient, on every rank; zeros for a parameter that has none.
 
         Collective: all ranks must call for the same parameters in the same order.
         """
-        sharded, stored = self._state.sharded, self._stored
-        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self.name not in self._state.used:
-            return whole
-        if stored is not None:
-            rows = stored.full_tensor() if isinstance(stored, DTensor) else stored
-            whole = sharded.parts.join(self.name, rows)
-        return sharded.stage.from_holder(self.name, whole) * self._state.factor
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        stored = self._stored
+        local = torch.empty(0, dtype=self.dtype, device=self.device)
+        local = local if stored is None else local_part(stored)
+        whole = gather_whole(self.part, local, self._state.sharded.comms)
+        return whole * self._state.factor
 
 
 _STATE = "_colotrain_gradients"
@@ -104,8 +116,8 @@ _STATE = "_colotrain_gradients"
 
 def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
     """Make the gradients of `sharded` readable by `read(sharded.module)`."""
-    names = tuple(name for name, _ in module_tree.named_parameters(sharded.module))
-    state = GradientState(sharded=sharded, frozen=frozen, names=names)
+    sharded.parts.freeze(frozen)
+    state = GradientState(sharded=sharded)
     sharded.module.__dict__[_STATE] = state
     return state
 
@@ -120,13 +132,11 @@ def read(model: nn.Module) -> Iterator[GradView]:
     known_as, parts = names_of(model), state.sharded.parts
     for name, parameter in module_tree.named_parameters(model):
         yield GradView(
-            name=name,
+            part=parts[name],
             aliases=tuple(known_as[parameter][1:]),
-            shape=parts.whole_shape(name, parameter.shape),
             dtype=parameter.dtype,
             device=state.sharded.device_of(parameter),
-            begin=begin_of(name, parameter, parts),
-            status=(found := _status(name, state))[0],
+            status=(found := _status(parts[name], state))[0],
             reason=found[1],
             norm=state.norms.get(name, 0.0),
             _stored=parameter.grad,
@@ -134,11 +144,11 @@ def read(model: nn.Module) -> Iterator[GradView]:
         )
 
 
-def _status(name: str, state: GradientState) -> tuple[Status, str | None]:
-    norm = state.norms.get(name, 0.0)
-    if name in state.frozen:
-        return "frozen", state.frozen[name]
-    if name not in state.used:
+def _status(part: Part, state: GradientState) -> tuple[Status, str | None]:
+    norm = state.norms.get(part.name, 0.0)
+    if part.frozen is not None:
+        return "frozen", part.frozen
+    if part.name not in state.used:
         return "unused", "no path from the loss"
     if not math.isfinite(norm):
         return "nonfinite", f"its norm is {norm}"
@@ -153,10 +163,8 @@ def note_use(state: GradientState) -> None:
     Call it between each forward and its backward: the whole parameters, on which autograd works,
     exist from a group's first forward on.
     """
-    sharded = state.sharded
-    if all(
-        n in state.watched or n in state.frozen or not sharded.stage.holds(n) for n in state.names
-    ):
+    parts = state.sharded.parts.values()
+    if all(p.name in state.watched or p.frozen is not None or not p.is_here for p in parts):
         return
     for name, parameter in unsharded_parameters(state):
         if name not in state.watched:
@@ -187,22 +195,18 @@ def local_statistics(state: GradientState, device: torch.device) -> tuple[Tensor
     The squares are on `device`, so that the host need not wait for a GPU; the flags are on the CPU.
     Summed over all ranks they describe the whole gradients: ranks that hold replicas give zeros.
     """
-    shards = {
-        i: shard
-        for i, p in enumerate(_parameters(state))
-        if (shard := counted(state, state.names[i], p, p.grad)) is not None
-    }
-    known = state.sharded.norms
-    norms_of = {i: known[state.names[i]] for i in shards if state.names[i] in known}
-    rest = [i for i in shards if i not in norms_of]
+    names, known = state.names, state.sharded.norms
+    shards = counted_gradients(state.sharded)
+    norms_of = {name: known[name] for name in shards if name in known}
+    rest = [name for name in shards if name not in norms_of]
     if rest:
-        norms_of |= zip(rest, norms([shards[i] for i in rest]), strict=True)
-    used = torch.tensor([name in state.used_here for name in state.names], dtype=torch.float64)
-    squares = torch.zeros(len(state.names), dtype=torch.float64, device=device)
+        norms_of |= zip(rest, norms([shards[name] for name in rest]), strict=True)
+    used = torch.tensor([name in state.used_here for name in names], dtype=torch.float64)
+    squares = torch.zeros(len(names), dtype=torch.float64, device=device)
     for where in {norm.device for norm in norms_of.values()}:
         blank = torch.zeros((), device=where)
-        here = {i: norm for i, norm in norms_of.items() if norm.device == where}
-        each = [here.get(i, blank) for i in range(len(state.names))]
+        here = {name: norm for name, norm in norms_of.items() if norm.device == where}
+        each = [here.get(name, blank) for name in names]
         if len({norm.dtype for norm in each}) > 1:
             each = [norm.double() for norm in each]
         squares += to_device(torch.stack(each).double().square(), device)
@@ -229,26 +233,13 @@ def norms(tensors: list[Tensor], *, order: float = 2.0) -> list[Tensor]:
     return found
 
 
-def _parameters(state: GradientState) -> list[nn.Parameter]:
-    return list(module_tree.parameters(state.sharded.module))
-
-
-def counted(
-    state: GradientState, name: str, parameter: nn.Parameter, value: Tensor | None
-) -> Tensor | None:
-    """Return the part of `value` (laid out like `parameter`) that this rank adds to a global sum.
-
-    None where it adds none: of ranks that hold the same one counts, and the first of a stage for
-    parameters that are not sharded.
-    """
-    if value is None:
-        return None
-    if isinstance(parameter, DTensor):
-        shard = local_shard(value)
-        return shard if shard.numel() and state.sharded.counts_here(name) else None
-    stage = state.sharded.stage
-    counts = value.numel() and stage.is_first_rank and stage.counts(name)
-    return value if counts and not value.is_meta else None
+def counted_gradients(sharded: ShardedModel) -> dict[str, Tensor]:
+    """Return name → gradient of the parameters whose part here counts in sums over all ranks."""
+    return {
+        name: local_part(parameter.grad)
+        for name, parameter in sharded.named_parameters()
+        if parameter.grad is not None and sharded.parts[name].counts
+    }
 
 
 def store_statistics_(state: GradientState, summed: Tensor, *, factor: float) -> None:

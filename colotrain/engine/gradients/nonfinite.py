@@ -18,8 +18,8 @@ from colotrain import module_tree
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import Nonfinite
 from colotrain.records import to_plain
 from colotrain.spec.axes import PP
@@ -146,7 +146,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> N
     bad = [
         name
         for name, parameter in module_tree.named_parameters(state.sharded.module)
-        if parameter.grad is not None and not is_finite(local_shard(parameter.grad))
+        if parameter.grad is not None and not is_finite(local_part(parameter.grad))
     ]
     if not bad:
         return _first_of_all_ranks(None, state.sharded)

@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain import module_tree
-from colotrain.engine.gradients.gradients import GradientState, counted, norms, read, to_device
+from colotrain.engine.gradients.gradients import (
+    GradientState,
+    counted_gradients,
+    norms,
+    read,
+    to_device,
+)
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.events.gradients import Gradients, Parameters
 from colotrain.torch_internals import subtract_
@@ -41,16 +46,12 @@ class Recorder:
     def begin(self) -> None:
         self.factor = self.state.factor
         self.rows = {name: i for i, name in enumerate(self.state.names)}
-        parameters = module_tree.parameters(self.state.sharded.module)
-        shards = {
-            self.rows[name]: shard
-            for name, parameter in zip(self.state.names, parameters, strict=True)
-            if (shard := counted(self.state, name, parameter, parameter.grad)) is not None
-        }
+        shards = counted_gradients(self.state.sharded)
         self._store(LARGEST, list(shards), norms([*shards.values()], order=math.inf))
-        for row, shard in shards.items():
+        for name, shard in shards.items():
+            row = self.rows[name]
             self.found[row, ZEROS] = shard.numel() - torch.count_nonzero(shard)
-            if not math.isfinite(self.state.norms.get(self.state.names[row], 0.0)):
+            if not math.isfinite(self.state.norms.get(name, 0.0)):
                 self.found[row, NONFINITE] = shard.numel() - torch.isfinite(shard).sum()
 
     @torch.no_grad()
@@ -60,17 +61,18 @@ class Recorder:
 
     @torch.no_grad()
     def after_update(self, names: list[str]) -> None:
-        owners = self.optimizer.parameters
-        mine = [n for n in names if counted(self.state, n, owners[n], owners[n]) is not None]
-        rows, changes = [self.rows[name] for name in mine], [self.before[name] for name in mine]
-        self._store(WEIGHT, rows, norms(changes))
+        parts = self.state.sharded.parts
+        mine = [name for name in names if parts[name].counts]
+        changes = [self.before[name] for name in mine]
+        self._store(WEIGHT, mine, norms(changes))
         if changes:
             subtract_(changes, [self.optimizer.shards[name].detach() for name in mine])
-        self._store(UPDATE, rows, norms(changes))
+        self._store(UPDATE, mine, norms(changes))
         self.before = {}
 
-    def _store(self, statistic: int, rows: list[int], values: list[Tensor]) -> None:
-        self.found |= {(row, statistic): value for row, value in zip(rows, values, strict=True)}
+    def _store(self, statistic: int, names: list[str], values: list[Tensor]) -> None:
+        for name, value in zip(names, values, strict=True):
+            self.found[self.rows[name], statistic] = value
 
     def finish(self, step: int) -> Gradients:
         """Return the gradients of `step`, the same on every rank. All ranks must call."""

@@ -21,8 +21,8 @@ from colotrain.engine.optim.optimizers import (
 from colotrain.engine.optim.own_optimizer import WholeNumbers, updating_in_place
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
+from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
-from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
@@ -71,7 +71,7 @@ class ShardOptimizer:
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
-        fresh = {n: nn.Parameter(local_shard(p.detach())) for n, p in parameters.items()}
+        fresh = {n: nn.Parameter(local_part(p.detach())) for n, p in parameters.items()}
         of_shards = self.plan.name in OPTIMIZERS
         self.parameters.update(parameters)
         self.shards.update(fresh)
@@ -114,7 +114,8 @@ class ShardOptimizer:
         parameter = self.parameters[self._names[shard]]
         if not isinstance(parameter, DTensor):
             return whole
-        start, rows = shard_range(parameter)
+        group = parameter.device_mesh.get_group(DP_SHARD)
+        start, rows = rows_of(parameter.shape[0], group.rank(), group.size())
         return whole[start : start + rows]
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
@@ -174,7 +175,7 @@ class ShardOptimizer:
     def _update(self, names: list[str], factor: float) -> None:
         """Update `names` alone: torch's optimizers skip parameters without a gradient."""
         assert self.torch is not None
-        grads = {n: local_shard(g) for n in names if (g := self.parameters[n].grad) is not None}
+        grads = {n: local_part(g) for n in names if (g := self.parameters[n].grad) is not None}
         if not self.streams:
             scale_(list(grads.values()), factor)
         elif factor != 1.0 and grads:  # gradients in a lower tier stay unscaled there
@@ -227,7 +228,7 @@ class ShardOptimizer:
         """Return name → this rank's part of the state tensors."""
         if self.plan.name not in OPTIMIZERS:
             whole = self.state()
-            return {n: {k: local_shard(v) for k, v in state.items()} for n, state in whole.items()}
+            return {n: {k: local_part(v) for k, v in state.items()} for n, state in whole.items()}
         return {
             name: {k: v for k, v in state.items() if isinstance(v, Tensor)}
             for name, state in self._states()

@@ -92,30 +92,8 @@ class Stage:
             self.index, stages=self.count, chunks=self.chunks, micro_batches=micro_batches
         )
 
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this is the first of the stage's ranks, which writes what all of them hold."""
-        return dist.get_rank() == 0 if self.group is None else self.group.rank() == 0
-
     def holds(self, name: str) -> bool:
         return self.index in self.holders.get(name, (self.index,))
-
-    def counts(self, name: str) -> bool:
-        """Whether what this stage holds of a parameter counts in sums over all stages."""
-        return self.holders.get(name, (self.index,))[0] == self.index
-
-    def writes(self, name: str) -> bool:
-        """Whether this rank writes what every rank of the stage holds alike of a tensor.
-
-        What is no parameter is on all stages; rank 0 writes it.
-        """
-        return self.is_first_rank and self.index == self.holders.get(name, (0,))[0]
-
-    @property
-    def shared(self) -> list[str]:
-        """Names of the (tied) parameters that this stage and another one hold."""
-        holders = self.holders.items()
-        return [name for name, stages in holders if len(stages) > 1 and self.index in stages]
 
     def blocks_of(self, chunk: int) -> tuple[str, ...]:
         """Return the names of the blocks of one of this stage's chunks."""
@@ -204,17 +182,6 @@ class Stage:
     def end_step(self) -> None:
         if self.exchange is not None:
             self.exchange.finish()
-
-    def from_holder(self, name: str, own: Tensor) -> Tensor:
-        """Return `own` of the first stage that holds a parameter, laid out like `own` here.
-
-        The ranks of the same part on all stages must call.
-        """
-        if self.line is None:
-            return own
-        value = own.contiguous()
-        dist.broadcast(value, group=self.line, group_src=self.holders[name][0])
-        return value
 
     def from_last(self, number: int) -> int:
         """Return the last stage's number. All ranks must call."""

@@ -30,6 +30,8 @@ from colotrain import module_tree
 from colotrain.engine.boundary_tensors import watch_tensors
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.model_checks import check_parameters, check_precision
+from colotrain.engine.parts.initial_values import shards_of
+from colotrain.engine.parts.part_map import PartMap
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.sharding.fsdp_internals import (
@@ -46,10 +48,9 @@ from colotrain.engine.sharding.parameters import (
     attached_to,
     watch_replaced,
 )
-from colotrain.engine.sharding.shards import shards_of, slices_of
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD
+from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
 
@@ -112,8 +113,11 @@ class ShardedModel:
     norms: dict[str, Tensor] = field(default_factory=dict)
     """Parameter name → norm of its sharded gradient, where it was measured on arrival."""
 
-    parts: TensorParts = field(default_factory=TensorParts)
-    """The parts of the matrices that this rank holds, of which `fully_shard` sees nothing else."""
+    parts: PartMap
+    """Parameter name → what this rank has of it, for all parameters of the model in their order."""
+
+    tensor: TensorParts = field(default_factory=TensorParts)
+    """The ranks that divide the matrices, of which `fully_shard` sees nothing but the own part."""
 
     stage: Stage = field(default_factory=Stage)
     """The blocks that this rank holds, where there are pipeline stages."""
@@ -128,7 +132,7 @@ class ShardedModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this rank's stage holds; others are on the meta device."""
         found = module_tree.named_parameters(self.module)
-        yield from ((name, p) for name, p in found if self.stage.holds(name))
+        yield from ((name, p) for name, p in found if self.parts[name].is_here)
 
     def device_of(self, parameter: nn.Parameter) -> torch.device:
         """Return where a parameter is, or would be if another stage did not hold it."""
@@ -141,14 +145,6 @@ class ShardedModel:
     def fsdp_params(self) -> Iterator[Any]:
         for group in self.groups:
             yield from group.params
-
-    def counts_here(self, name: str) -> bool:
-        """Whether this rank's shard of a parameter counts in sums over all ranks.
-
-        What several ranks hold alike counts once.
-        """
-        is_first = self.comms.ranks.is_first(self.comms.rank, DP_REPLICATE)
-        return is_first and self.parts.counts(name) and self.stage.counts(name)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -173,7 +169,7 @@ def shard_(
     """
     check_parameters(model, plan.model)
     check_precision(model, plan.train.precision)
-    stage = stage or Stage()
+    tensor, stage = parts or TensorParts(), stage or Stage()
     attached = attached_to(model)
     known = dict(module_tree.named_parameters(model))
     originals = {name: weakref.ref(parameter) for name, parameter in known.items()}
@@ -216,7 +212,8 @@ def shard_(
         plugin=plan.plugin,
         comms=comms,
         attached=attached,
-        parts=parts or TensorParts(),
+        parts=PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders),
+        tensor=tensor,
         stage=stage,
     )
     watch_replaced(originals, model)
@@ -299,9 +296,9 @@ def _even_out_accumulated(groups: Iterable[Group]) -> None:
                 param.unsharded_accumulated_grad = whole.to(param.sharded_param.device)
 
 
-def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
+def replicated(sharded: ShardedModel) -> dict[str, nn.Parameter]:
     """Return the scalar and empty parameters, which every rank of a stage holds whole."""
-    return [p for _, p in sharded.named_parameters() if not isinstance(p, DTensor)]
+    return {n: p for n, p in sharded.named_parameters() if not sharded.parts[n].is_sharded}
 
 
 def reshard(sharded: ShardedModel) -> None:
@@ -330,19 +327,18 @@ def materialise_(
     on all ranks, may be drawn before they are stored.
     """
     model = sharded.module
-    for parameter in replicated(sharded):  # fully_shard moves only parameters that it shards
+    for parameter in replicated(sharded).values():  # fully_shard moves only those it shards
         if not parameter.is_meta:
             parameter.data = parameter.data.to(sharded.comms.device)
     if any(p.is_meta for _, p in sharded.named_parameters()):
         on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
         known = module_tree.named_parameters(model)
-        elsewhere = {id(p) for n, p in known if not sharded.stage.holds(n)}
+        elsewhere = {id(p) for n, p in known if not sharded.parts[n].is_here}
         allocate_(model, device=device, on_host=on_host, elsewhere=elsewhere)
         allocate(True)
-        shards = shards_of(model, sharded.parts, sharded.stage, release)
-        shards = replace(shards, ahead_bytes=ahead_bytes)
-        part = slices_of(model, sharded.parts)
-        fill_(model, sharded.source, seed=seed, shards=shards, part=part, given=given)
+        parts, comms = sharded.parts, sharded.comms
+        shards = shards_of(model, parts, comms, release=release, ahead_bytes=ahead_bytes)
+        fill_(model, sharded.source, seed=seed, shards=shards, given=given)
         _move_buffers_(model, device)
     else:
         allocate(False)

@@ -7,21 +7,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
-from colotrain.engine.sharding.shards import local_shard
 from colotrain.spec.axes import STAGE
 from colotrain.torch_internals import BatchNorms
 
 
 def reduce_replicated_(sharded: ShardedModel) -> None:
     """Sum replicated parameters' gradients over a stage's ranks, once a step. All must call."""
-    alone = {id(p) for p in replicated(sharded) if p.requires_grad and p.numel()}
-    named = {n: p for n, p in module_tree.named_parameters(sharded.module) if id(p) in alone}
-    parameters, parts = list(named.values()), sharded.parts
+    named = {n: p for n, p in replicated(sharded).items() if p.requires_grad and p.numel()}
+    parameters, tensor = list(named.values()), sharded.tensor
     if not parameters:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    counts = [float(parts.is_first or name in parts.partial) for name in named]
+    counts = [float(tensor.is_first or name in tensor.partial) for name in named]
     summed = torch.view_as_real(torch.stack([grad.to(torch.complex128) for grad in grads]))
     summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device).unsqueeze(1)
     dist.all_reduce(summed, group=sharded.comms[STAGE])
@@ -35,29 +34,27 @@ def sum_partial_(sharded: ShardedModel) -> None:
 
     All ranks must call.
     """
-    parts, found = sharded.parts, []
-    for name, parameter in sharded.named_parameters() if parts.partial else ():
-        if name in parts.partial and isinstance(parameter.grad, DTensor):
+    partial, found = sharded.tensor.partial, []
+    for name, parameter in sharded.named_parameters() if partial else ():
+        if name in partial and isinstance(parameter.grad, DTensor):
             found.append(parameter.grad.to_local())
             sharded.norms.pop(name, None)
     device = sharded.comms.device
     if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
         torch.accelerator.synchronize()
     if found:
-        parts.sum_(found, device)
+        sharded.tensor.sum_(found, device)
 
 
 @torch.no_grad()
 def sum_tied_(sharded: ShardedModel) -> None:
     """Sum the gradients of parameters that two stages hold, once a step. All ranks must call."""
-    named = sharded.trained() if sharded.stage.shared else {}
-    for name in sharded.stage.shared:
-        if (parameter := named.get(name)) is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        sharded.norms.pop(name, None)
-        sharded.stage.sum_shared_(name, local_shard(parameter.grad))
+    for name, parameter in sharded.trained().items() if sharded.stage.count > 1 else ():
+        if len(sharded.parts[name].stages) > 1:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            sharded.norms.pop(name, None)
+            sharded.stage.sum_shared_(name, local_part(parameter.grad))
 
 
 @torch.no_grad()

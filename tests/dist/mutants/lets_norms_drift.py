@@ -8,7 +8,7 @@ update = train.update_
 
 def update_(run):
     norm = run.sharded.module.norm.weight
-    if norm.grad is not None and not run.sharded.parts.is_first:
+    if norm.grad is not None and not run.sharded.tensor.is_first:
         norm.grad.mul_(1.5)
     return update(run)
 

@@ -1,0 +1,1 @@
+"""What each rank has of the model's tensors, and how ranks join their parts."""
