@@ -134,7 +134,7 @@ def engine_step(plan: RunPlan, *, shared: bool) -> Action:
     materialise_(sharded, device="cpu", seed=0)
     optimizer = ShardOptimizer(plan.optim, max_steps=1000)
     optimizer.add(dict(model.named_parameters()))
-    state = gradients.watch(sharded, frozen={})
+    state = gradients.watch(sharded)
 
     def step(_: Any = transport) -> None:
         gradients.clear_(model)

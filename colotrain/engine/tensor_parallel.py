@@ -24,12 +24,12 @@ from colotrain.spec.plan import RunPlan
 
 
 @dataclass(slots=True, kw_only=True)
-class TensorParts:
-    """The parts of the model that this rank of a tensor-parallel group holds."""
+class TensorGroup:
+    """This rank of a tensor-parallel group, and the parameters that the group divides."""
 
     shard: TensorShard = field(default_factory=lambda: TensorShard(rank=0, size=1))
     splits: dict[str, Split] = field(default_factory=dict)
-    """Parameter name → part; all other parameters are whole and equal on all ranks of a group."""
+    """Parameter → what this rank has of it; all others are whole, and equal on all ranks."""
     partial: frozenset[str] = frozenset()
     """Names of whole parameters of whose gradients a rank's backward leaves a part."""
 
@@ -60,10 +60,10 @@ class TensorParts:
         self.shard.all_gather, self.shard.reduce_scatter = collectives_of(group, device)
 
 
-def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> TensorParts:
+def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> TensorGroup:
     """Leave this rank's parts of the parameters in `model`, as `mesh.tp` says."""
     if (size := comms.ranks.size(TP)) == 1:
-        return TensorParts()
+        return TensorGroup()
     how = own_divisions(model, plan.model)
     if how is None:
         raise ColotrainError(
@@ -75,4 +75,4 @@ def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Group
     splits = divide_parameters_(model, how, shard)
     apply_styles_(model, how, shard)
     partial = partial_parameters(model, how, shard, splits)
-    return TensorParts(shard=shard, splits=splits, partial=partial)
+    return TensorGroup(shard=shard, splits=splits, partial=partial)

@@ -225,7 +225,7 @@ def assemble(
         sharded=sharded,
         optimizer=optimizer,
         tiers=building.tiers,
-        gradients=gradients.watch(sharded, frozen=building.frozen.reasons),
+        gradients=gradients.watch(sharded),
         nominal_targets=targets[0],
         trial=targets[1],
         train_data=data[0],

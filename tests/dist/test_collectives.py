@@ -124,13 +124,13 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
             batch=batch,
             split=plan.plugin.split_blocks,
         )
-        sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)
+        sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups, frozen=frozen.reasons)
         assert install(sharded) is not None
         shared_params = share_parameters(sharded)
         assert (shared_params is None) == (plan.train.precision == "bf16")
         allocate = {"allocate": shared_params.allocate} if shared_params else {}
         materialise_(sharded, device="cpu", seed=0, **allocate)
-        state, counts = watch(sharded, frozen=frozen.reasons), Counts()
+        state, counts = watch(sharded), Counts()
         with pytest.MonkeyPatch.context() as patch:
             count(counts, patch)
             for _ in range(3):

@@ -55,7 +55,7 @@ def clamps_as_under_ddp(rank: int, *plans: RunPlan) -> None:
     replica(**batch_of(rank)).backward()
     for plan in plans:
         sharded = sharded_model(Clamped(), plan, shared=False)
-        state = watch(sharded, frozen={})
+        state = watch(sharded)
         accumulate(state, [batch_of(rank)], num=1, totals=StepTotals(nominal=8.0))
         for ours, theirs in zip(
             sharded.module.parameters(), replica.module.parameters(), strict=True

@@ -234,7 +234,7 @@ def train(
 ) -> list[Tensor]:
     """Three SGD steps of two micro-batches each; this rank's shards and last gradients."""
     materialise_(sharded, device="cpu", seed=0, allocate=allocate)
-    state = watch(sharded, frozen={})
+    state = watch(sharded)
     knows(state)
     generator = torch.Generator().manual_seed(rank)
     parameters = [p for p in sharded.module.parameters() if p.requires_grad]

@@ -40,7 +40,7 @@ from colotrain.engine.sharding.sharded_model import (
 )
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import Transport, install
-from colotrain.engine.tensor_parallel import TensorParts, divide_parameters_among_ranks_
+from colotrain.engine.tensor_parallel import TensorGroup, divide_parameters_among_ranks_
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import begin_training_
 from colotrain.records import from_plain, to_plain
@@ -72,7 +72,7 @@ class Build:
 
     frozen: Frozen = field(init=False)
     undecayed: Set[str] = field(init=False)
-    parts: TensorParts = field(default_factory=TensorParts)
+    tensor: TensorGroup = field(default_factory=TensorGroup)
     groups: list[tuple[str, list[nn.Module]]] = field(init=False)
     stage: Stage = field(default_factory=Stage)
     tiers: Tiers | None = None
@@ -114,7 +114,7 @@ def find_undecayed(build: Build) -> None:
 
 
 def divide_parameters(build: Build) -> None:
-    build.parts = divide_parameters_among_ranks_(build.model, build.plan, build.comms)
+    build.tensor = divide_parameters_among_ranks_(build.model, build.plan, build.comms)
 
 
 def agree_on_groups(build: Build) -> None:
@@ -181,13 +181,20 @@ def shard(build: Build) -> None:
     if comms.ranks.size(PP) > 1:
         stage.connect_(comms)
     if comms.ranks.size(TP) > 1:
-        build.parts.connect_(comms[TP], comms.device)
+        build.tensor.connect_(comms[TP], comms.device)
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, build.groups, plan, state_ratio(plan.optim))
         build.tiers = Tiers(plan, build.rundir, sizes, estimate_non_model_bytes(plan, sizes))
     offloads = build.tiers.policy.offloads if build.tiers else lambda index: False
     build.sharded = shard_(
-        model, plan, comms, build.groups, offloads=offloads, parts=build.parts, stage=stage
+        model,
+        plan,
+        comms,
+        build.groups,
+        offloads=offloads,
+        tensor=build.tensor,
+        stage=stage,
+        frozen=build.frozen.reasons,
     )
     stage.install_(model)
     build.transport = install(build.sharded)

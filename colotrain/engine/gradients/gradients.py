@@ -114,9 +114,8 @@ _STATE = "_colotrain_gradients"
 """Attribute of a model that holds its GradientState."""
 
 
-def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
+def watch(sharded: ShardedModel) -> GradientState:
     """Make the gradients of `sharded` readable by `read(sharded.module)`."""
-    sharded.parts.freeze(frozen)
     state = GradientState(sharded=sharded)
     sharded.module.__dict__[_STATE] = state
     return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -48,7 +48,7 @@ from colotrain.engine.sharding.parameters import (
     attached_to,
     watch_replaced,
 )
-from colotrain.engine.tensor_parallel import TensorParts
+from colotrain.engine.tensor_parallel import TensorGroup
 from colotrain.models.loading import allocate_, fill_
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
@@ -116,7 +116,7 @@ class ShardedModel:
     parts: PartMap
     """Parameter name → what this rank has of it, for all parameters of the model in their order."""
 
-    tensor: TensorParts = field(default_factory=TensorParts)
+    tensor: TensorGroup = field(default_factory=TensorGroup)
     """The ranks that divide the matrices, of which `fully_shard` sees nothing but the own part."""
 
     stage: Stage = field(default_factory=Stage)
@@ -159,17 +159,19 @@ def shard_(
     modules_of: list[tuple[str, list[nn.Module]]],
     *,
     offloads: Callable[[int], bool] = lambda index: False,
-    parts: TensorParts | None = None,
+    tensor: TensorGroup | None = None,
     stage: Stage | None = None,
+    frozen: Mapping[str, str] | None = None,
 ) -> ShardedModel:
     """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
 
     All ranks must call, after freezing. A group with `offloads(index)` (the root group has the last
-    index) keeps parameters and gradients on the host and is updated there.
+    index) keeps parameters and gradients on the host and is updated there. `frozen` has the pattern
+    of each frozen parameter.
     """
     check_parameters(model, plan.model)
     check_precision(model, plan.train.precision)
-    tensor, stage = parts or TensorParts(), stage or Stage()
+    tensor, stage = tensor or TensorGroup(), stage or Stage()
     attached = attached_to(model)
     known = dict(module_tree.named_parameters(model))
     originals = {name: weakref.ref(parameter) for name, parameter in known.items()}
@@ -205,6 +207,8 @@ def shard_(
         group.handle.set_gradient_divide_factor(1.0)
         # gloo has no PREMUL_SUM, which a divide factor would ask for
         group.handle.set_force_sum_reduction_for_comms(True)
+    parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders)
+    parts.freeze(frozen or {})
     sharded = ShardedModel(
         module=model,
         source=plan.model,
@@ -212,7 +216,7 @@ def shard_(
         plugin=plan.plugin,
         comms=comms,
         attached=attached,
-        parts=PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders),
+        parts=parts,
         tensor=tensor,
         stage=stage,
     )

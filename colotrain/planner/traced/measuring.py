@@ -154,7 +154,7 @@ class Timed:
         self.sharded = building.sharded
         self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
         self.optimizer.add(dict(module_tree.named_parameters(model)))
-        self.state = gradients.watch(self.sharded, frozen={})
+        self.state = gradients.watch(self.sharded)
         self.computing_s = self.ending_s = float("inf")
 
     def run(self, seconds: float) -> None:
