@@ -28,6 +28,7 @@ from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone
 from colotrain.models.outputs import TargetRule, means_in, metrics_in
+from colotrain.spec.axes import TP
 from colotrain.spec.batch import is_due
 from colotrain.torch_internals import is_persistent
 
@@ -75,7 +76,7 @@ def evaluate(run: Run) -> None:
     model.eval()
     with interruptible(run, "evaluation"), exported_buffers(run):
         sums, metrics = sum_losses(run, data)
-        if not run.sharded.tensor.is_first:  # another rank of the group has the same
+        if not run.plan.ranks.is_first(run.rank, TP):  # another rank has the same
             sums, metrics = torch.zeros_like(sums), {}
         reshard(run.sharded)
         run.progress.begin_agreement()

@@ -33,11 +33,6 @@ class TensorGroup:
     partial: frozenset[str] = frozenset()
     """Names of whole parameters of whose gradients a rank's backward leaves a part."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank counts in sums over all ranks what its group holds alike."""
-        return self.shard.rank == 0
-
     def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
         """Set gradients to their sums over the group, with the same bits on all of its ranks.
 

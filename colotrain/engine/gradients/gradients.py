@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -101,11 +102,10 @@ class GradView:
 
         Collective: all ranks must call for the same parameters in the same order.
         """
+        blank = partial(torch.zeros, dtype=self.dtype, device=self.device)
         if self.name not in self._state.used:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        stored = self._stored
-        local = torch.empty(0, dtype=self.dtype, device=self.device)
-        local = local if stored is None else local_part(stored)
+            return blank(self.shape)
+        local = blank(self.part.sizes) if self._stored is None else local_part(self._stored)
         whole = gather_whole(self.part, local, self._state.sharded.comms)
         return whole * self._state.factor
 

@@ -37,8 +37,11 @@ def shards_of(
             local_part(parameter).copy_(own_part(part, whole))
 
     def read(parameter: Tensor) -> Tensor:
-        part, local = part_of(parameter), torch.empty(0, dtype=parameter.dtype)
-        local = local_part(parameter).detach().cpu() if part.is_here else local
+        part = part_of(parameter)
+        if part.is_here:
+            local = local_part(parameter).detach().cpu()
+        else:
+            local = torch.empty(part.sizes, dtype=parameter.dtype)
         return gather_whole(part, local, comms)
 
     def slices(tensor: Tensor) -> tuple[slice, ...]:

@@ -49,6 +49,12 @@ class Part:
         return DP_SHARD in self.divided
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of this rank's part, zeros where only other stages have the tensor."""
+        slices = self.slices or (slice(0, 0),) * len(self.whole)
+        return tuple(s.stop - s.start for s in slices)
+
+    @property
     def begin(self) -> tuple[int, ...]:
         """Index of this rank's first number in the whole tensor."""
         slices = self.slices or (slice(0, 0),) * len(self.whole)

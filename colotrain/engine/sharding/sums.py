@@ -9,21 +9,22 @@ from torch.distributed.tensor import DTensor
 from colotrain import module_tree
 from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
-from colotrain.spec.axes import STAGE
+from colotrain.spec.axes import STAGE, TP
 from colotrain.torch_internals import BatchNorms
 
 
 def reduce_replicated_(sharded: ShardedModel) -> None:
     """Sum replicated parameters' gradients over a stage's ranks, once a step. All must call."""
     named = {n: p for n, p in replicated(sharded).items() if p.requires_grad and p.numel()}
-    parameters, tensor = list(named.values()), sharded.tensor
+    parameters, comms = list(named.values()), sharded.comms
     if not parameters:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    counts = [float(tensor.is_first or name in tensor.partial) for name in named]
+    is_first, partial = comms.ranks.is_first(comms.rank, TP), sharded.tensor.partial
+    counts = [float(is_first or name in partial) for name in named]
     summed = torch.view_as_real(torch.stack([grad.to(torch.complex128) for grad in grads]))
     summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device).unsqueeze(1)
-    dist.all_reduce(summed, group=sharded.comms[STAGE])
+    dist.all_reduce(summed, group=comms[STAGE])
     for parameter, total in zip(parameters, torch.view_as_complex(summed), strict=True):
         parameter.grad = (total if parameter.is_complex() else total.real).to(parameter.dtype)
 

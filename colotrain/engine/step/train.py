@@ -23,6 +23,7 @@ from colotrain.engine.step.participants import participants_of
 from colotrain.engine.targets import find_targets
 from colotrain.engine.waiting import waiting
 from colotrain.events.kinds import Note, WorkerFinished, WorkerStopped
+from colotrain.spec.axes import TP
 
 
 def train(run: Run, *others: Participant) -> str:
@@ -95,7 +96,7 @@ def agree(
     squares, used = gradients.local_statistics(run.gradients, run.device)
     known_here = gradients.to_device(torch.cat((asked, used)), run.device)
     own = torch.stack((totals.loss_sum, totals.count, totals.odd)).to(run.device)
-    own = own * run.sharded.tensor.is_first  # the others of its group have the same loss
+    own = own * run.plan.ranks.is_first(run.rank, TP)  # the others of its group have the same loss
     sizes = len(own), len(asked), len(squares) + len(used)
     shared = torch.cat((own, known_here[: sizes[1]], squares, known_here[sizes[1] :]))
     with waiting():
