@@ -29,7 +29,7 @@ from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
 from colotrain.engine.waiting import waiting
 from colotrain.models.huggingface_attention import OWN_LAYERS
-from colotrain.spec.axes import PP, STAGE
+from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import call_instead_
@@ -60,8 +60,6 @@ class Stage:
     """Which of its chunks a forward runs."""
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter → stages that hold it; all parameters of the model, where there are stages."""
-    group: dist.ProcessGroup | None = None
-    """The ranks of this stage; None: all ranks."""
     line: dist.ProcessGroup | None = None
     """The ranks that hold the same part as this one, of each stage."""
     exchange: Exchange | None = None
@@ -209,7 +207,7 @@ class Stage:
 
     def connect_(self, comms: Groups) -> None:
         """Let this stage exchange with its neighbours. All ranks must call."""
-        self.group, self.line, links = comms[STAGE], comms[PP], {}
+        self.line, links = comms[PP], {}
         lines, most_bytes = comms.ranks.groups(PP), self.activation_bytes
         if comms.device == "cpu":
             pairs = [pair for line in lines for pair in itertools.pairwise(line)]
