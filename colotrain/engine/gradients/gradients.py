@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
 from colotrain.engine.freezing import names_of
-from colotrain.engine.parts.gathering import gather_whole
 from colotrain.engine.parts.part_map import Part, local_part
+from colotrain.engine.parts.wholes import gather_whole
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.errors import ColotrainError

@@ -22,8 +22,10 @@ class Part:
     name: str
     whole: tuple[int, ...]
     """Shape of the whole tensor."""
-    slices: tuple[slice, ...] | None
-    """Where this rank's numbers stand in the whole tensor; None where only other stages have it."""
+    slices: tuple[slice, ...]
+    """Where this rank's numbers stand in the whole tensor."""
+    is_here: bool
+    """Whether this rank's stage has the tensor; its part may still be empty."""
     divided: Mapping[Axis, int] = field(default_factory=dict)
     """Mesh axis → dimension that the ranks along it divide among themselves, from the outermost.
 
@@ -39,26 +41,19 @@ class Part:
     """The pattern that froze it; None where it trains."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether this rank's stage has it; its part may be empty."""
-        return self.slices is not None
-
-    @property
     def is_sharded(self) -> bool:
         """Whether `fully_shard` divides its rows; it takes neither scalars nor empty tensors."""
         return DP_SHARD in self.divided
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of this rank's part, zeros where only other stages have the tensor."""
-        slices = self.slices or (slice(0, 0),) * len(self.whole)
-        return tuple(s.stop - s.start for s in slices)
+        """Shape of this rank's part."""
+        return tuple(s.stop - s.start for s in self.slices)
 
     @property
     def begin(self) -> tuple[int, ...]:
         """Index of this rank's first number in the whole tensor."""
-        slices = self.slices or (slice(0, 0),) * len(self.whole)
-        return tuple(s.start for s in slices)
+        return tuple(s.start for s in self.slices)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -117,11 +112,13 @@ class PartMap(Mapping[str, Part]):
         """
         split = self.splits.get(parameter) if is_sharded or name == parameter else None
         split = split if split is not None and split.dim < len(shape) else None
-        divided = {} if split is None else {TP: split.dim}
+        divided: dict[Axis, int] = {} if split is None else {TP: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
-        slices = self._slices(shape, split, is_sharded=is_sharded)
         stage, stages = self.ranks.coords(self.rank)[PP], self.holders.get(parameter, (0,))
         is_here = stage in stages or parameter not in self.holders
+        slices: tuple[slice, ...] = (slice(0, 0),) * len(shape)
+        if is_here:
+            slices = self._slices(shape, split, is_sharded=is_sharded)
         has_any = is_here and all(s.start < s.stop for s in slices)
         alike = [axis for axis in STAGE if axis not in divided]
         position, number = self.ranks.index(self.rank, *alike), self.ranks.size(*alike)
@@ -129,7 +126,8 @@ class PartMap(Mapping[str, Part]):
         return Part(
             name=name,
             whole=tuple(shape) if split is None else split.whole_shape(shape),
-            slices=slices if is_here else None,
+            slices=slices,
+            is_here=is_here,
             divided=divided,
             stages=stages,
             counts=stages[0] == stage and position == 0 and has_any,
@@ -163,9 +161,3 @@ def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's numbers of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def own_part(part: Part, whole: Tensor) -> Tensor:
-    """Return a view of this rank's part of a whole tensor."""
-    assert part.slices is not None, f"only other stages have {part.name}"
-    return whole[part.slices]

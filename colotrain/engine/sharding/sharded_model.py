@@ -30,8 +30,8 @@ from colotrain import module_tree
 from colotrain.engine.boundary_tensors import watch_tensors
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.model_checks import check_parameters, check_precision
-from colotrain.engine.parts.initial_values import shards_of
 from colotrain.engine.parts.part_map import PartMap
+from colotrain.engine.parts.wholes import shards_of
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.sharding.fsdp_internals import (

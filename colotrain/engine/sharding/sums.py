@@ -50,7 +50,8 @@ def sum_partial_(sharded: ShardedModel) -> None:
 @torch.no_grad()
 def sum_tied_(sharded: ShardedModel) -> None:
     """Sum the gradients of parameters that two stages hold, once a step. All ranks must call."""
-    for name, parameter in sharded.trained().items() if sharded.stage.count > 1 else ():
+    named = sharded.trained() if sharded.stage.count > 1 else {}
+    for name, parameter in named.items():
         if len(sharded.parts[name].stages) > 1:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

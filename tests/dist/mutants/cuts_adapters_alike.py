@@ -2,12 +2,12 @@
 
 import torch
 
-from colotrain.engine.parts import initial_values
+from colotrain.engine.parts import wholes
 from colotrain.verify import worker
 
 
 def main(path: str) -> int:
-    own_part = initial_values.own_part
+    own_part = wholes.own_part
 
     def own(part, whole):  # type: ignore[no-untyped-def]
         dim = part.divided.get("tp")
@@ -17,5 +17,5 @@ def main(path: str) -> int:
             whole = torch.cat([part_of_first, part_of_first], dim)
         return own_part(part, whole)
 
-    initial_values.own_part = own
+    wholes.own_part = own
     return worker.main(path)
