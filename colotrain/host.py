@@ -11,7 +11,7 @@ import psutil
 
 from colotrain.errors import ColotrainError
 
-CGROUP, VMSTAT = Path("/sys/fs/cgroup"), Path("/proc/vmstat")
+CGROUP = Path("/sys/fs/cgroup")
 FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
 MOST_THREADS = 1024
 
@@ -70,20 +70,6 @@ def free_bytes() -> int:
         if limit is not None:
             free = min(free, max(0, limit - used))
     return free
-
-
-def num_killed_for_memory() -> int:
-    """Return how many processes of this process's cgroup the kernel has killed for lack of memory.
-
-    Where no cgroup counts them, those of the whole host since it started.
-    """
-    names = ("memory.events", "memory.oom_control")
-    files = [folder / name for folder in cgroups("memory") for name in names]
-    for file in (*files, VMSTAT):
-        words = dict(line.split(maxsplit=1) for line in text_of(file).splitlines() if " " in line)
-        if (number := words.get("oom_kill", "")).isdecimal():
-            return int(number)
-    return 0
 
 
 def cgroups(controller: str) -> Iterable[Path]:

@@ -329,12 +329,10 @@ def read_apart(
         (work / "request.json").write_text(json.dumps(asked), "utf-8")
         if tensors:
             save_file({n: t.contiguous() for n, t in tensors.items()}, work / "samples.safetensors")
-        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        command = [sys.executable, "-P", str(reader.__file__), str(work)]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(
-            [sys.executable, "-P", str(reader.__file__), str(work)],
-            env={**os.environ, **quiet},
-            capture_output=True,
-            text=True,
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         if done.returncode or not (work / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]

@@ -66,13 +66,20 @@ def load_model(folder: Path, request: dict[str, Any], problems: list[str]) -> An
     import transformers
 
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    architecture = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if architecture is None:
+    architecture: Any = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    base = transformers.PreTrainedModel
+    is_model = isinstance(architecture, type) and issubclass(architecture, base)
+    if not is_model:
         problems.append(f"config.json names no architecture: {config.get('architectures')}")
         return None
     try:
         model, told = architecture.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except Exception as error:  # whatever the library raises about files that are wrong
         problems.append(f"transformers does not load it: {type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from colotrain.errors import of_system
 from colotrain.events.event import Event
@@ -100,3 +101,12 @@ def _failed(failure: Failure, exits: Sequence[WorkerExit]) -> str:
     log = next((f"; its log: {x.log}" for x in exits if x.rank == failure.rank), "")
     what = f"failed in {failure.phase} of step {failure.step}: {failure.error}"
     return f"rank {failure.rank} {what}{log}"
+
+
+def num_killed_for_memory() -> int:
+    """Return how many processes the kernel has killed for lack of memory since boot."""
+    try:
+        lines = Path("/proc/vmstat").read_text("ascii").splitlines()
+    except OSError:  # not Linux
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

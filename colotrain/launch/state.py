@@ -14,9 +14,8 @@ from colotrain.errors import one_line
 from colotrain.events import kinds
 from colotrain.events.event import Event
 from colotrain.events.log import EventWriter
-from colotrain.host import num_killed_for_memory
 from colotrain.launch import collective_dumps
-from colotrain.launch.causes import describe, raised_errors, was_killed
+from colotrain.launch.causes import describe, num_killed_for_memory, raised_errors, was_killed
 from colotrain.launch.gpu_errors import gpu_errors
 from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
@@ -51,7 +50,7 @@ class Launch:
     rendezvous: Rendezvous | None = None
     """Set by the agent's thread."""
     killed_for_memory: int = field(default_factory=num_killed_for_memory)
-    """This cgroup's processes that the kernel had killed for lack of memory before this launch."""
+    """Processes that the kernel had killed for lack of memory before this launch."""
     attempt_before: int = -1
     """Newest attempt that was restarted; -1 before any."""
     causes: list[str] = field(default_factory=list)

@@ -905,28 +905,6 @@ def test_the_limits_of_a_container_are_honoured(container: Files, files: dict[st
 
 
 @pytest.mark.parametrize(
-    ("files", "number"),
-    [
-        ({"job/memory.events": "oom 9\noom_kill 2\noom_group_kill 0\n"}, 2),
-        ({"memory.events": "oom_kill 3\n"}, 3),
-        ({"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"}, 1),
-        ({"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, 8),
-        ({}, 8),
-    ],
-)
-def test_kills_for_want_of_memory_are_those_of_the_control_group_where_it_counts_them(
-    container: Files,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    files: dict[str, str],
-    number: int,
-) -> None:
-    container({**files, "vmstat": "nr_free_pages 5\noom_kill 8\n"})
-    monkeypatch.setattr(host, "VMSTAT", tmp_path / "vmstat")
-    assert host.num_killed_for_memory() == number
-
-
-@pytest.mark.parametrize(
     "files",
     [
         {"job/memory.max": "104857600\n", "job/memory.stat": "anon 31457280\nshmem 10485760\n"},

@@ -1,0 +1,32 @@
+"""The reader of an export runs no code of the directory that it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from colotrain.export import reader
+
+RAN = "from pathlib import Path\nPath({!r}).touch()\n"
+
+
+@pytest.mark.parametrize("architecture", ["AutoModelForCausalLM", "pipeline", "LlamaForCausalLM"])
+def test_code_beside_the_weights_is_not_run(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder, ran = tmp_path / "given", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "evil.py").write_text(RAN.format(str(ran)), "utf-8")
+    (folder / "pytorch_model.bin").write_bytes(b"no weights")
+    code = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    config = {"model_type": "evil", "architectures": [architecture], "auto_map": code}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    problems: list[str] = []
+    assert reader.load_model(folder, {}, problems) is None
+    assert len(problems) == 1
+    assert not ran.exists()
