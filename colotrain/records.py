@@ -9,6 +9,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast
 
@@ -68,6 +69,9 @@ def read(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
         return _read_union(wanted, value, key=key, problems=problems)
     if origin is Literal:
         return _read_choice(typing.get_args(wanted), value, key=key, problems=problems)
+    if isinstance(wanted, type) and issubclass(wanted, StrEnum):
+        found = _read_choice(tuple(m.value for m in wanted), value, key=key, problems=problems)
+        return None if found is None else wanted(found)
     if origin in (list, tuple):
         return _read_sequence(wanted, value, key=key, problems=problems)
     if origin is dict or origin is Mapping:

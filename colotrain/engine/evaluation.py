@@ -30,6 +30,7 @@ from colotrain.models.objective import inputs_of, outputs_alone
 from colotrain.models.outputs import TargetRule, means_in, metrics_in
 from colotrain.spec.axes import TP
 from colotrain.spec.batch import is_due
+from colotrain.spec.phases import Phase
 from colotrain.torch_internals import is_persistent
 
 
@@ -68,7 +69,7 @@ def evaluate(run: Run) -> None:
 
     Sets `run.best` if this evaluation is the best so far. All ranks must call.
     """
-    run.at("evaluation")
+    run.at(Phase.EVALUATION)
     plan, model, data = run.plan, run.sharded.module, run.validation_data
     if plan.train.eval_steps == 0 or data is None:
         return
@@ -154,7 +155,7 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
     total = data.num_micro_batches
     assert total is not None
     for index in range(total):
-        run.at("evaluation")
+        run.at(Phase.EVALUATION)
         run.sharded.calls.clear()
         run.progress.at_micro_batch(index, of=total, calls=0)
         at = divmod(index, num)

@@ -31,6 +31,7 @@ from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.axes import DP_REPLICATE, STAGE, TP
 from colotrain.spec.batch import is_due
+from colotrain.spec.phases import Phase
 
 PIECE = 1 << 22
 """Numbers of 8 bytes that are summed at once."""
@@ -82,7 +83,7 @@ class Guard(Participant):
         if result is None:  # after a rollback they are those of other values
             self.checksums = None
         elif is_due(run.step, run.plan.elastic.check_every):
-            run.at("search for corruption")
+            run.at(Phase.CORRUPTION_SEARCH)
             self.checksums = dict(_sums(_state(run)))
             found = _differing(run)
             if found:

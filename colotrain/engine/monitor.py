@@ -37,6 +37,7 @@ from colotrain.engine.run_state import LastStep, Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, StepResult
 from colotrain.events import kinds
+from colotrain.spec.phases import Phase
 
 LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
@@ -218,10 +219,12 @@ class Monitor:
                 run.events.write(kinds.WorkerStopped(step=last.step, reason=reason))
                 code = 0
             else:
-                code = record_failure(run.events, error, phase=run.phase, step=run.phase_step)
+                failed = run.phase, run.phase_step, run.heartbeat.stage
+                code = record_failure(run.events, error, *failed)
             _depart(notes)
         except BaseException as error:
-            code = record_failure(run.events, error, phase="leaving", step=last.step + 1)
+            failed = Phase.LEAVING, last.step + 1, run.heartbeat.stage
+            code = record_failure(run.events, error, *failed)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -230,7 +233,7 @@ class Monitor:
 
     def _save(self, run: Run, last: LastStep) -> Exception | None:
         """Write what is not saved yet, and wait for the save in progress."""
-        run.at("checkpoint")
+        run.at(Phase.CHECKPOINT)
         on_side_stream: Any = contextlib.nullcontext()
         if run.device.type == "cuda":  # the default stream is busy with the step
             on_side_stream = torch.cuda.stream(torch.cuda.Stream(run.device))

@@ -29,6 +29,7 @@ from colotrain.rundir import NOISE
 from colotrain.spec.axes import SAMPLES
 from colotrain.spec.batch import is_due
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
+from colotrain.spec.phases import Phase
 
 FIX_MEMORY = (
     "set train.micro_batch=1 or train.activation_checkpointing=full, or take plugin=gemini with "
@@ -64,7 +65,7 @@ class GradientRecords(Participant):
         run = self.run
         self.recorder = self.noise = None
         if agreed["noise"] and agreed.finite:
-            with agreed.batches.again(phase="gradient noise") as batches:
+            with agreed.batches.again(phase=Phase.NOISE) as batches:
                 self.noise = noise.measure(
                     run.gradients,
                     batches,
@@ -84,7 +85,7 @@ class GradientRecords(Participant):
         if result is None:
             return
         if self.recorder is not None:
-            run.at("record")
+            run.at(Phase.RECORD)
             gradients = self.recorder.finish(run.step)
             if run.rank == 0:
                 run.rundir.grads_request_file.unlink(missing_ok=True)
@@ -197,13 +198,16 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or refused
 
 
-def record_failure(events: EventWriter, error: BaseException, *, phase: str, step: int) -> int:
+def record_failure(
+    events: EventWriter, error: BaseException, phase: Phase, step: int, stage: int | None = None
+) -> int:
     """Write the event for a failure of this rank in `step` (from 1); returns its exit code."""
     text = "".join(traceback.format_exception(error))
     if ran_out_of_memory(error):
         error = ColotrainError(f"memory ran short: {message_of(error)}", FIX_MEMORY)
     told = described(error)
     traceback_text = shortened(text, MOST_WRITTEN)  # all of it is in the rank's log
-    events.write(Failure(phase=phase, step=step, error=told, traceback=traceback_text))
+    failure = Failure(phase=phase, step=step, stage=stage, error=told, traceback=traceback_text)
+    events.write(failure)
     sys.stderr.write(text)
     return WORKER_FINAL if isinstance(error, ColotrainError) else FAILED

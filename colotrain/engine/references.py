@@ -33,6 +33,7 @@ from colotrain.models import huggingface
 from colotrain.models.loss import by_token
 from colotrain.models.preferences import inputs_of, log_probs_of
 from colotrain.records import to_plain
+from colotrain.spec.phases import Phase
 
 Known = dict[str, Tensor]
 """Split → log-probabilities [samples, 2], NaN where they are not known."""
@@ -89,7 +90,7 @@ def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
             if is_to_stop(run):
                 done = start
                 break
-            run.at("reference")
+            run.at(Phase.REFERENCE)
             run.sharded.calls.clear()
             first = start + run.rank * size
             places = [min(i, len(ids) - 1) for i in range(first, first + size)]

@@ -22,6 +22,7 @@ from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.step.participant import Agreed
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, Rollback
+from colotrain.spec.phases import Phase
 
 
 def skip_(run: Run, agreed: Agreed) -> bool:
@@ -44,7 +45,7 @@ def _search(run: Run, agreed: Agreed) -> None:
     """Find where a loss or gradient stopped being finite; end the run if the plan says so."""
     micro_batches = range(run.plan.batch.accumulation_steps)
     ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
-    with agreed.batches.again(phase="search for the first value that is not finite") as batches:
+    with agreed.batches.again(phase=Phase.NONFINITE_SEARCH) as batches:
         origin = locate(run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets)
     gradients.clear_(run.sharded.module)
     where = f"it began in {describe(origin)}" if origin else "a second pass was clean"
@@ -68,7 +69,7 @@ def roll_back_(run: Run) -> None:
     The step that was not finite has not changed the weights. More than `train.max_rollbacks`
     rollbacks are an error, and so is having no checkpoint.
     """
-    run.at("rollback")
+    run.at(Phase.ROLLBACK)
     offending, most = run.batch_index, run.plan.train.max_rollbacks
     if run.rollbacks >= most:
         raise ColotrainError(

@@ -27,10 +27,8 @@ from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
+from colotrain.spec.phases import AFTER_A_STEP, Phase
 from colotrain.spec.plan import RunPlan
-
-AFTER_A_STEP = ("record", "checkpoint", "evaluation", "memory copy", "search for corruption")
-"""Phases between the end of a step and the beginning of the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ class Run:
     step: int = 0
     """Number of steps done."""
     micro_batches: int = 0
-    phase: str = "start"
+    phase: Phase = Phase.START
     stop_reason: str | None = None
     asked_here: str | None = None
     """Reason for which code in this process wants the run to stop."""
@@ -142,17 +140,14 @@ class Run:
     """Global batches that rollbacks skipped."""
     rollbacks: int = 0
 
-    def at(self, phase: str) -> None:
+    def at(self, phase: Phase) -> None:
         """Note what this rank does now, for the event of a failure, and send a heartbeat."""
         self.phase = phase
         enter_phase(phase)
         self.beat()
 
     def beat(self) -> None:
-        """Send a heartbeat; with pipeline stages it names this rank's."""
-        stage = self.sharded.stage
-        where = self.phase if stage.count == 1 else f"{self.phase} (stage {stage.index})"
-        self.heartbeat.beat(self.phase_step, where)
+        self.heartbeat.beat(self.phase_step, self.phase)
 
     @property
     def phase_step(self) -> int:

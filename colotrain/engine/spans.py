@@ -15,17 +15,16 @@ from torch.profiler import record_function
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.events.traces import PREFIX
+from colotrain.spec.phases import Phase
 from colotrain.torch_internals import tree_leaves
 
-PHASES = {"optimizer": "update", "reduce": "wait", "forward or backward": "forward"}
-"""Phase of a rank → name of its span; others have the phase's own name."""
 METHODS = {"unshard": "gather", "wait_for_unshard": "gather", "post_backward": "reduce"}
 """Method of torch's FSDPParamGroup → name of its span."""
 
 _current: Spans | None = None
 
 
-def enter_phase(phase: str) -> None:
+def enter_phase(phase: Phase) -> None:
     """Note that this rank begins `phase`, which ends the one before."""
     if _current is not None:
         _current.enter_phase(phase)
@@ -48,7 +47,8 @@ class Spans:
         self._phase: record_function | None = None
         self._block: record_function | None = None
         """The backward of a block."""
-        self._name = self._rank_phase = self._block_name = ""
+        self._name = self._block_name = ""
+        self._rank_phase: Phase | None = None
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], None]] = []
 
@@ -80,15 +80,15 @@ class Spans:
 
     def end_step(self) -> None:
         self.enter("")
-        self._rank_phase = ""
+        self._rank_phase = None
         _exit(self._step)
         self._step = None
 
-    def enter_phase(self, phase: str) -> None:
+    def enter_phase(self, phase: Phase) -> None:
         """Begin a phase of this rank; heartbeats repeat it, also on other threads."""
         if phase != self._rank_phase and threading.get_ident() == self._thread:
             self._rank_phase = phase
-            self.enter(PHASES.get(phase, phase))
+            self.enter(phase.span)
 
     def enter(self, name: str) -> None:
         """Begin the phase `name` of the step; empty: none."""

@@ -18,6 +18,7 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 
 
@@ -69,7 +70,7 @@ def find_targets(run: Run) -> None:
     plan, model = run.plan, run.sharded.module
     if plan.mesh.cp > 1 and not loss_trial.sums_tokens(model):  # it returns (loss_sum, count)
         return
-    run.at("trial forward")
+    run.at(Phase.TRIAL_FORWARD)
     samples = {name: tensor.to(run.device) for name, tensor in run.trial.items()}
     with uncompiled(run.plan, True):
         found = loss_trial.examine(

@@ -29,6 +29,7 @@ from colotrain.models.distillation import as_teacher
 from colotrain.models.loading import build_whole
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.teacher import PART_BYTES, teacher_of
 
@@ -93,7 +94,7 @@ def compute(run: Run, teacher: nn.Module, samples: WithTeacher, ids: list[int]) 
     for start in range(0, len(ids), size * world):
         if is_to_stop(run):
             break
-        run.at("teacher")
+        run.at(Phase.TEACHER)
         first = start + run.rank * size
         own = ids[first : min(first + size, start + size * world)]
         if not own:

@@ -16,6 +16,7 @@ from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.unchanged import unchanged, uncompiled
 from colotrain.events.kinds import Note
+from colotrain.spec.phases import Phase
 
 SHOWN = 200
 """Characters of a prompt and of its continuation in a message; the file has all."""
@@ -64,7 +65,7 @@ def _continued(run: Run, ids: list[int], encoder: vocabulary.Encoder, most: int)
     """At most `most` tokens after `ids`; the separator of documents ends them and is left out."""
     model, found = run.sharded.module, list[int]()
     while len(found) < most:
-        run.at("samples of text")
+        run.at(Phase.TEXT_SAMPLES)
         run.sharded.calls.clear()
         context = [*ids, *found][-run.plan.data.seq_len :]
         logits = _logits(model(input_ids=torch.tensor([context], device=run.device)))

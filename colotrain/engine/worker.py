@@ -57,6 +57,7 @@ from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all
 from colotrain.rundir import RunDir
 from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP
+from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
 
@@ -73,7 +74,7 @@ def main(path: str) -> int:
         rank=rank,
         patience_s=start_patience(plan),
     )
-    heartbeat.beat(0, "start")
+    heartbeat.beat(0, Phase.START)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # sent by the launcher to a silent rank
     # where NCCL's flight recorder writes a rank's last collectives, when its watchdog ends it
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # its older name
@@ -90,9 +91,9 @@ def main(path: str) -> int:
         monitor.start(run)
         train(run)
     except Exception as error:
-        phase, step = (run.phase, run.phase_step) if run else ("start", 0)
-        heartbeat.beat(step, "ending")  # the launcher ends ranks that compute in vain
-        exit_code = record_failure(events, error, phase=phase, step=step)
+        phase, step = (run.phase, run.phase_step) if run else (Phase.START, 0)
+        heartbeat.beat(step, Phase.ENDING)  # the launcher ends ranks that compute in vain
+        exit_code = record_failure(events, error, phase, step, heartbeat.stage)
         if run is not None and isinstance(error, ColotrainError):
             run.saver.linger()  # every rank raised it and can finish its save
         return exit_code
@@ -239,6 +240,8 @@ def assemble(
         copies=start.copies,
         heartbeat=heartbeat or HeartbeatWriter(),
     )
+    if sharded.stage.count > 1:
+        run.heartbeat.stage = sharded.stage.index
     run.saver.beat = lambda: run.at(run.phase)
     if isinstance(samples, StreamSamples):
         samples.beat = run.saver.beat
@@ -258,7 +261,7 @@ def announce(run: Run, attempt: int) -> None:
         device=str(run.device),
         log=own_log(),
         step=run.step,
-        stage=stage.index if stage.count > 1 else None,
+        stage=run.heartbeat.stage,
     )
     run.events.write(started)
     if run.rank == 0:

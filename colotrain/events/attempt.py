@@ -223,7 +223,7 @@ class History:
         )
         whole = sum(step.step_s or 0.0 for step in steps)
         start = self.recent[0].t
-        saving = sum(save.halt_s for save in saves if start < save.t <= self.last.t)
+        saving = sum(save.stall_s for save in saves if start < save.t <= self.last.t)
         between = max(0.0, (self.pace_s() or 0.0) * len(steps) - whole - saving)
         seconds = {
             "data": data,

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import (
     Any,
     ClassVar,
@@ -128,6 +129,9 @@ def _fitting(hint: Any) -> Callable[[Any], Any]:
     """Return a function from JSON data to `hint`, or to None if the data does not fit."""
     if hint in _SCALARS:
         return _SCALARS[hint]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        members = {member.value: member for member in hint}
+        return lambda value: members.get(value) if isinstance(value, str) else None
     inner = get_args(hint)[-1]
     kept, convert = _kept(inner), _converter(inner)
 

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank records its step, phase and time in a small file of its own.
+"""Heartbeats: each rank records its step, phase, stage and time in a small file of its own.
 
 The ranks write them and the launcher of the same machine reads them. Times are of the monotonic
 clock, which all processes of a machine share and which setting the clock does not change.
@@ -16,6 +16,7 @@ from pathlib import Path
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import make_folder, open_inside, read_json
+from colotrain.spec.phases import Phase, where
 
 LINE_BYTES = 256
 
@@ -28,11 +29,17 @@ class Heartbeat:
     pid: int
     step: int
     """Step that the rank is in, from 1."""
-    phase: str
+    phase: Phase
+    stage: int | None = None
+    """Pipeline stage of the rank; None where each rank has all blocks."""
     t: float
     """Monotonic clock in seconds when it was written."""
     patience_s: float
     """Seconds that the rank may stay silent after `t`."""
+
+    @property
+    def where(self) -> str:
+        return where(self.phase, self.step, self.stage)
 
 
 class HeartbeatWriter:
@@ -48,6 +55,7 @@ class HeartbeatWriter:
     ) -> None:
         """`inside`: the run's folder, below which no links are followed; None: the file's own."""
         self.rank, self.patience_s, self._handle = rank, patience_s, -1
+        self.stage: int | None = None
         if path is not None:
             with contextlib.suppress(OSError):
                 if inside is not None:
@@ -56,14 +64,15 @@ class HeartbeatWriter:
                 flags = os.O_WRONLY | os.O_CREAT
                 self._handle = open_inside(inside or path.parent, path, flags)
 
-    def beat(self, step: int, phase: str) -> None:
+    def beat(self, step: int, phase: Phase) -> None:
         if self._handle < 0:
             return
         beat = Heartbeat(
             rank=self.rank,
             pid=os.getpid(),
             step=step,
-            phase=phase[:64],
+            phase=phase,
+            stage=self.stage,
             t=time.monotonic(),
             patience_s=self.patience_s,
         )

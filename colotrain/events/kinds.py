@@ -8,6 +8,7 @@ from typing import Any
 
 from colotrain.events.event import READ_ONLY, WRITE_ONLY, EventKind, event_kind
 from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.phases import Phase
 
 
 @event_kind("launch")
@@ -110,9 +111,11 @@ class Failure(EventKind):
 
     rank: int = field(default=0, metadata=READ_ONLY)
     attempt: int = field(default=0, metadata=READ_ONLY)
-    phase: str
+    phase: Phase | None
     step: int
     """Step that failed, from 1."""
+    stage: int | None = None
+    """Pipeline stage of the rank; None where each rank has all blocks."""
     error: str
     traceback: str
 
@@ -366,12 +369,8 @@ class Checkpoint(EventKind):
     path: str
     seconds: float | None
     """Seconds that saving took; None if it was only resumed from."""
-    stall_s: float | None
-    """Seconds of `seconds` during which training stood still; None in older runs: all of them."""
-
-    @property
-    def halt_s(self) -> float:
-        return (self.seconds if self.stall_s is None else self.stall_s) or 0.0
+    stall_s: float
+    """Seconds of `seconds` during which training stood still."""
 
 
 @event_kind("resumed")

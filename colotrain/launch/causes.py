@@ -8,6 +8,7 @@ from pathlib import Path
 from colotrain.errors import of_system
 from colotrain.events.event import Event
 from colotrain.events.kinds import Failure, WorkerExit
+from colotrain.spec.phases import Phase, where
 
 NCCL_WATCHDOG_MESSAGES = (
     "ncclRemoteError",
@@ -88,7 +89,7 @@ def _is_peer_lost(failure: Failure) -> bool:
     return any(mark in failure.error for mark in PEER_LOST_MESSAGES)
 
 
-def raised_errors(events: Sequence[Event]) -> set[tuple[int, str, str]]:
+def raised_errors(events: Sequence[Event]) -> set[tuple[int, Phase | None, str]]:
     """Return the (step, phase, error) that ranks raised themselves, without system call errors."""
     return {
         (failure.step, failure.phase, failure.error)
@@ -99,7 +100,7 @@ def raised_errors(events: Sequence[Event]) -> set[tuple[int, str, str]]:
 
 def _failed(failure: Failure, exits: Sequence[WorkerExit]) -> str:
     log = next((f"; its log: {x.log}" for x in exits if x.rank == failure.rank), "")
-    what = f"failed in {failure.phase} of step {failure.step}: {failure.error}"
+    what = f"failed in {where(failure.phase, failure.step)}: {failure.error}"
     return f"rank {failure.rank} {what}{log}"
 
 

@@ -22,6 +22,7 @@ from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.slow_nodes import SlowNodes
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
+from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 
 ENDS = (kinds.Failure.KIND, kinds.WorkerFinished.KIND, kinds.WorkerStopped.KIND)
@@ -55,7 +56,7 @@ class Launch:
     """Newest attempt that was restarted; -1 before any."""
     causes: list[str] = field(default_factory=list)
     """Causes of the earlier attempts' failures, oldest first."""
-    raised_errors: set[tuple[int, str, str]] = field(default_factory=set)
+    raised_errors: set[tuple[int, Phase | None, str]] = field(default_factory=set)
     """Errors that ranks raised in earlier attempts, as triples (step, phase, error)."""
     exits: list[kinds.WorkerExit] = field(default_factory=list)
     """Exits of this machine's workers in the newest attempt that failed."""

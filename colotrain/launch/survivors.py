@@ -16,14 +16,8 @@ from typing import Any
 
 from colotrain.events.heartbeats import Heartbeat, read_heartbeats
 from colotrain.rundir import RunDir
+from colotrain.spec.phases import FINISHING, LEFT_ALONE, Phase
 
-START = "start"
-FINISHING = ("reduce", "optimizer", "record", "memory copy")
-"""Phases of a rank that finishes a step, which the failed rank may have finished."""
-ENDING = "ending"
-"""Phase of a rank that has failed itself: it says why, and lets a save end."""
-LEFT_ALONE = ("checkpoint", "rollback")
-"""Phases in which a rank may do more than the failed one is missing for."""
 REDUCE_S = 1.0
 """Seconds in which a step's all-reduce ends, if the failed rank has still taken part in it."""
 FINISH_S = 10.0
@@ -65,7 +59,7 @@ def end_survivors(
                 continue
             beat = beats.get((first_rank + local, process.pid))
             if not is_in_vain(beat):
-                waited_for |= beat is not None and not beat.phase.startswith(LEFT_ALONE)
+                waited_for |= beat is not None and beat.phase not in LEFT_ALONE
             elif may_end(beat, saves) and (killed or time.monotonic() > began + RAISE_S):
                 ended.add(local)
                 with contextlib.suppress(ProcessLookupError):
@@ -88,13 +82,13 @@ def saves_without(checkpoints: Path, dead: Sequence[int]) -> list[Path]:
 
 def may_end(beat: Heartbeat | None, saves: Sequence[Path]) -> bool:
     """Whether the rank is not needed for a save either."""
-    return beat is None or beat.phase == START or not any(save.exists() for save in saves)
+    return beat is None or beat.phase is Phase.START or not any(save.exists() for save in saves)
 
 
 def is_in_vain(beat: Heartbeat | None) -> bool:
     """Whether what the rank does needs the failed one, too; one without a heartbeat begins."""
     if beat is None:
         return True
-    if beat.phase.startswith("reduce"):
+    if beat.phase is Phase.REDUCE:
         return time.monotonic() - beat.t > REDUCE_S
-    return not beat.phase.startswith((*FINISHING, ENDING, *LEFT_ALONE))
+    return beat.phase not in FINISHING | LEFT_ALONE

@@ -61,7 +61,7 @@ class SilentRank:
 
     def __str__(self) -> str:
         silent_s = time.monotonic() - self.beat.t
-        where = f"in {self.beat.phase} of step {self.beat.step}"
+        where = f"in {self.beat.where}"
         head = f"rank {self.beat.rank} (process {self.beat.pid})"
         if self.state in ("", "Z"):
             return f"{head} ended without a message {where}"
@@ -160,7 +160,7 @@ class Watch:
         self._end(
             here,
             f"asked to stop, and ended after elastic.grace_s={grace_s:g}: "
-            f"rank {last.rank} was in {last.phase} of step {last.step}",
+            f"rank {last.rank} was in {last.where}",
         )
 
     def _end_culprits(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:

@@ -20,6 +20,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError, s
 from colotrain.events.log import EventWriter, read
 from colotrain.rundir import RunDir
 from colotrain.show.console import _Console, tell
+from colotrain.spec.phases import Phase
 
 EVIL = "a\x1b]0;evil\x07b\x1b[2Jc\x9b31md\x00e\u202ef\rg\x08h"
 """A title, a cleared screen, C1's sequence, a zero, text from right to left, overwriting."""
@@ -73,8 +74,8 @@ def test_a_ranks_long_exception_is_whole_in_its_log_alone(
 ) -> None:
     file = tmp_path / "rank00000-attempt0000.jsonl"
     with EventWriter(file) as events:
-        assert record_failure(events, ValueError(LONG), phase="forward", step=3) != 0
-        record_failure(events, Mute(), phase="forward", step=3)
+        assert record_failure(events, ValueError(LONG), Phase.COMPUTE, 3) != 0
+        record_failure(events, Mute(), Phase.COMPUTE, 3)
         events.write_record("note", text=LONG)
     assert LONG in capsys.readouterr().err
     assert file.stat().st_size < 100_000

@@ -42,6 +42,7 @@ from colotrain.rundir import RunDir
 from colotrain.show.dashboard import render
 from colotrain.show.frame import FrameState
 from colotrain.spec.axes import DP_SHARD, Ranks
+from colotrain.spec.phases import Phase
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 from tests.checkpoints import read_whole
 
@@ -299,7 +300,7 @@ def test_damaged_signs_of_life(tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         chance, path = random.Random(seed), folder / "rank00000.json"
-        HeartbeatWriter(path, rank=0, patience_s=6.0).beat(7, "forward")
+        HeartbeatWriter(path, rank=0, patience_s=6.0).beat(7, Phase.COMPUTE)
         path.write_bytes(damaged(chance, path.read_bytes()))
         assert len(read_heartbeats(folder)) <= 1
 

@@ -12,7 +12,7 @@ import pytest
 
 from colotrain.events import gradients, kinds, machines
 from colotrain.events.event import Event, EventKind
-from colotrain.events.kinds import Checkpoint, Evaluation, PeakMemory, Step, TierBytes
+from colotrain.events.kinds import Evaluation, PeakMemory, Step, TierBytes
 from colotrain.events.log import EventWriter, decode
 
 GOLDEN = Path(__file__).parent / "golden" / "events" / "each_kind.jsonl"
@@ -72,7 +72,6 @@ def test_what_older_runs_lack_is_blank() -> None:
     old = Step.of(event("step", step=4, loss=2))
     assert (old.step, old.loss, type(old.loss), old.lr, old.peak) == (4, 2.0, float, None, 0)
     assert (old.attempt, old.skipped, old.busy_s) == (3, None, 0.0)
-    assert Checkpoint.of(event("checkpoint", seconds=3.0)).halt_s == 3.0
     assert Evaluation.of(event("eval", step=1, loss=1.0)).metrics is None
     assert PeakMemory.of(event("memory", optimizer=5)).breakdown().total == 5
     assert TierBytes.of(event("tiers", bytes={"parameters": 3})).bytes == {"parameters": {}}

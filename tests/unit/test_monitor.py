@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from colotrain.engine.monitor import ALMOST, share_of_micro_batch
-from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.run_state import Run
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
+from colotrain.spec.phases import Phase
 
 
 @pytest.mark.parametrize(
@@ -38,16 +37,17 @@ def test_an_evaluation_has_no_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "step"), [("forward or backward", 5), ("evaluation", 4), ("checkpoint", 4)]
+    ("phase", "step"), [(Phase.COMPUTE, 5), (Phase.EVALUATION, 4), (Phase.CHECKPOINT, 4)]
 )
-def test_an_evaluation_belongs_to_the_step_before_it(phase: str, step: int, tmp_path: Path) -> None:
+def test_an_evaluation_belongs_to_the_step_before_it(
+    phase: Phase, step: int, tmp_path: Path
+) -> None:
     run = Run.__new__(Run)
     run.step, run.heartbeat = 4, HeartbeatWriter(tmp_path / "rank0.json")
-    run.sharded = SimpleNamespace(stage=Stage())  # type: ignore[assignment]
     run.at(phase)
     (beat,) = read_heartbeats(tmp_path)
-    assert (beat.phase, beat.step) == (phase, step)
-    run.sharded.stage.count = 2
+    assert (beat.phase, beat.step, beat.where) == (phase, step, f"{phase} of step {step}")
+    run.heartbeat.stage = 1
     run.at(phase)
     (beat,) = read_heartbeats(tmp_path)
-    assert (beat.phase, beat.step) == (f"{phase} (stage 0)", step)
+    assert (beat.phase, beat.step, beat.where) == (phase, step, f"{phase} (stage 1) of step {step}")

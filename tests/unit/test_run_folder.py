@@ -17,6 +17,7 @@ from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir, make_folder, open_inside, write_atomically
 from colotrain.runs.resolving import resolve_config
+from colotrain.spec.phases import Phase
 from tests.unit.test_layers import MODULES
 
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -73,7 +74,7 @@ def test_no_writer_follows_what_stands_in_its_files_place(
     writer = EventWriter(rundir.launcher_events, inside=rundir.path)
     writer.write(Note(text="evil"))
     assert writer.dropped == 1
-    HeartbeatWriter(rundir.heartbeat_file(0), inside=rundir.path).beat(1, "forward")
+    HeartbeatWriter(rundir.heartbeat_file(0), inside=rundir.path).beat(1, Phase.COMPUTE)
     rundir.write(rundir.stop_file, "")
     trap(rundir.cancel_file, precious)
     rundir.write(rundir.cancel_file, "evil")  # which replaces what stood there
@@ -91,7 +92,7 @@ def test_no_writer_goes_through_a_linked_folder(
         folder.rmdir()
         folder.symlink_to(outside)
     EventWriter(rundir.launcher_events, inside=rundir.path).write(Note(text="evil"))
-    HeartbeatWriter(rundir.heartbeat_file(0), inside=rundir.path).beat(1, "forward")
+    HeartbeatWriter(rundir.heartbeat_file(0), inside=rundir.path).beat(1, Phase.COMPUTE)
     for write in (
         lambda: rundir.write(rundir.stop_file, ""),
         lambda: rundir.append(rundir.launcher_log),
@@ -156,7 +157,7 @@ def test_what_is_made_is_the_users_alone_whatever_the_umask(tmp_path: Path, umas
         rundir.write(rundir.stop_file, "x")
         rundir.append(rundir.launcher_log).close()
         EventWriter(rundir.launcher_events, inside=rundir.path).write(Note(text="x"))
-        HeartbeatWriter(rundir.heartbeat_file(0), inside=rundir.path).beat(1, "x")
+        HeartbeatWriter(rundir.heartbeat_file(0), inside=rundir.path).beat(1, Phase.DATA)
         write_atomically(tmp_path / "other", "x")
     finally:
         os.umask(before)

@@ -8,15 +8,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from colotrain.events.heartbeats import HeartbeatWriter
+from colotrain.events.heartbeats import Heartbeat, HeartbeatWriter
 from colotrain.launch import survivors
-from colotrain.launch.survivors import end_survivors, failed
+from colotrain.launch.survivors import end_survivors, failed, is_in_vain
 from colotrain.rundir import RunDir
+from colotrain.spec.phases import Phase
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Workers:
     rundir: RunDir
     processes: list[Process]
 
-    def in_phase(self, phase: str, *, local: int = 1) -> None:
+    def in_phase(self, phase: Phase, *, local: int = 1) -> None:
         rank = 4 + local
         writer = HeartbeatWriter(self.rundir.heartbeat_file(rank), rank=rank, patience_s=60)
         pid = self.processes[local].pid
@@ -77,10 +78,10 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers
 
 
 @pytest.mark.parametrize(
-    "phase", ["start", "data", "forward or backward (stage 1)", "evaluation", "teacher", None]
+    "phase", [Phase.START, Phase.DATA, Phase.COMPUTE, Phase.EVALUATION, Phase.TEACHER, None]
 )
 def test_what_computes_or_begins_in_vain_is_ended_at_once(
-    workers: Workers, phase: str | None
+    workers: Workers, phase: Phase | None
 ) -> None:
     if phase:
         workers.in_phase(phase)
@@ -91,26 +92,40 @@ def test_what_computes_or_begins_in_vain_is_ended_at_once(
     assert workers.processes[1].process.wait(5) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("phase", ["checkpoint", "rollback"])
-def test_a_rank_that_saves_is_left_alone(workers: Workers, phase: str) -> None:
+@pytest.mark.parametrize("phase", [Phase.CHECKPOINT, Phase.ROLLBACK])
+def test_a_rank_that_saves_is_left_alone(workers: Workers, phase: Phase) -> None:
     workers.in_phase(phase)
     workers.die()
     assert workers.end()[0] == set()
     assert workers.processes[1].exitcode is None
 
 
-@pytest.mark.parametrize("phase", ["optimizer", "record", "memory copy", "ending"])
-def test_a_rank_that_finishes_has_time_for_it(workers: Workers, phase: str) -> None:
+@pytest.mark.parametrize("phase", [Phase.OPTIMIZER, Phase.RECORD, Phase.MEMORY_COPY, Phase.ENDING])
+def test_a_rank_that_finishes_has_time_for_it(workers: Workers, phase: Phase) -> None:
     workers.in_phase(phase)
     workers.die()
-    threading.Timer(0.5, workers.in_phase, ["forward or backward"]).start()
+    threading.Timer(0.5, workers.in_phase, [Phase.COMPUTE]).start()
     ended, took_s = workers.end(has_copies=True)
     assert ended == {1}
     assert took_s >= 0.4
 
 
+def test_only_what_needs_no_failed_rank_is_not_in_vain() -> None:
+    beats = {
+        phase: Heartbeat(rank=0, pid=1, step=3, phase=phase, stage=1, t=began, patience_s=6)
+        for phase in Phase
+        for began in [time.monotonic()]
+    }
+    assert {phase.value for phase, beat in beats.items() if not is_in_vain(beat)} == {
+        *("reduce", "optimizer", "record", "memory copy", "ending"),
+        *("checkpoint", "rollback"),
+    }
+    late = replace(beats[Phase.REDUCE], t=time.monotonic() - 2 * survivors.REDUCE_S)
+    assert is_in_vain(late)
+
+
 def test_after_an_error_the_others_have_a_moment_to_raise_theirs(workers: Workers) -> None:
-    workers.in_phase("forward or backward")
+    workers.in_phase(Phase.COMPUTE)
     workers.die(1)
     threading.Timer(0.2, workers.die, [1], {"local": 1}).start()
     assert workers.end()[0] == set()
@@ -118,7 +133,7 @@ def test_after_an_error_the_others_have_a_moment_to_raise_theirs(workers: Worker
 
 
 def test_after_an_error_what_goes_on_is_ended(workers: Workers) -> None:
-    workers.in_phase("forward or backward")
+    workers.in_phase(Phase.COMPUTE)
     workers.die(1)
     ended, took_s = workers.end()
     assert ended == {1}
@@ -133,7 +148,7 @@ def test_a_save_that_needs_the_failed_rank_no_more_may_end(
     folder = workers.rundir.checkpoints / ".step-00000002.x-0.tmp"
     folder.mkdir(parents=True)
     (folder / f"__{4 if has_part else 5}.json").touch()
-    workers.in_phase("forward or backward")
+    workers.in_phase(Phase.COMPUTE)
     workers.die()
     threading.Timer(0.6, lambda: folder.rename(folder.with_name("step-00000002"))).start()
     ended, took_s = workers.end(has_copies=has_copies)

@@ -17,6 +17,7 @@ from colotrain.engine.step.batches import Batches
 from colotrain.errors import ColotrainError
 from colotrain.models.outputs import TARGETS, TargetRule
 from colotrain.planner.traced.tracing import loss_of
+from colotrain.spec.phases import Phase
 from tests.dist.idioms import HalfLoss, NeverZero, Shifts, tokens
 
 
@@ -158,7 +159,7 @@ def test_a_second_pass_over_a_step_leaves_buffers_as_they_were(
     norm = nn.BatchNorm1d(3)
     run: Any = SimpleNamespace(
         tiers=None,
-        phase="",
+        phase=Phase.DATA,
         micro_batches=4,
         at=lambda phase: None,
         device=torch.device("cpu"),
@@ -166,7 +167,7 @@ def test_a_second_pass_over_a_step_leaves_buffers_as_they_were(
         gradients=None,
     )
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    with Batches(run).again(phase="noise"):
+    with Batches(run).again(phase=Phase.NOISE):
         assert torch.is_grad_enabled()
         norm(torch.randn(5, 3))
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())

@@ -25,6 +25,7 @@ from colotrain.events.log import EventWriter
 from colotrain.events.traces import PREFIX, break_down
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import resolve_config
+from colotrain.spec.phases import Phase
 
 
 def event(name: str, ts: float, dur: float, *, cat: str = "user_annotation", tid: int = 1) -> Any:
@@ -173,7 +174,7 @@ def test_a_plan_has_each_rank_once() -> None:
 
 
 def test_no_span_is_made_while_no_trace_is_taken() -> None:
-    spans.enter_phase("data")
+    spans.enter_phase(Phase.DATA)
     assert isinstance(spans.span("reduce"), nullcontext)
 
 
@@ -196,14 +197,14 @@ def test_the_spans_of_a_step_change_no_bit_and_leave_nothing_behind() -> None:
 
     def step() -> list[torch.Tensor]:
         model.zero_grad()
-        spans.enter_phase("forward or backward")
+        spans.enter_phase(Phase.COMPUTE)
         loss = model(inputs).square().sum()
-        spans.enter_phase("forward or backward")  # as a heartbeat repeats it
+        spans.enter_phase(Phase.COMPUTE)  # as a heartbeat repeats it
         loss.backward()
-        beat = threading.Thread(target=spans.enter_phase, args=("checkpoint",))
+        beat = threading.Thread(target=spans.enter_phase, args=(Phase.CHECKPOINT,))
         beat.start()
         beat.join()
-        spans.enter_phase("optimizer")
+        spans.enter_phase(Phase.OPTIMIZER)
         return [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
     plain, hooks = step(), [len(m._forward_hooks) for m in model.modules()]

@@ -142,7 +142,7 @@ def restarted_run() -> list[list[Event]]:
             again.append(worker("checkpoint", 114.0, attempt=1, step=8, path="/c/8", seconds=0.2))
         else:
             first.append(
-                worker("failed", 107.0, rank=1, phase="backward", step=7, error="E", traceback="")
+                worker("failed", 107.0, rank=1, phase="data", step=7, error="E", traceback="")
             )
         files += [first, again]
     return files

@@ -30,6 +30,7 @@ from colotrain.launch.timeouts import AwakeTimeout
 from colotrain.launch.watch import SilentRank, Watch, _stack
 from colotrain.launch.worker_exits import worker_exits
 from colotrain.rundir import RunDir
+from colotrain.spec.phases import Phase
 
 DUMP = """Thread 0x01 (most recent call first):
   File "/lib/threading.py", line 5 in wait
@@ -48,7 +49,9 @@ WORKS = '  File "/home/user/model.py", line 12 in forward'
 def silent(tmp_path: Path, frames: str, state: str = "S") -> SilentRank:
     log = tmp_path / "stderr.log"
     log.write_text("said before\n" + DUMP.format(frames=frames))
-    beat = Heartbeat(rank=3, pid=77, step=5, phase="forward", t=time.monotonic() - 9, patience_s=6)
+    beat = Heartbeat(
+        rank=3, pid=77, step=5, phase=Phase.DATA, stage=1, t=time.monotonic() - 9, patience_s=6
+    )
     return SilentRank(beat=beat, state=state, stack=_stack(log, 12), log=log)
 
 
@@ -57,14 +60,15 @@ def test_the_rank_that_does_not_wait_in_a_collective_is_the_one(tmp_path: Path) 
     assert silent(tmp_path, SHARED).waits_for_others
     hangs = silent(tmp_path, WORKS)
     assert not hangs.waits_for_others
-    assert "rank 3 (process 77) hung in forward of step 5, silent for 9 s at " in str(hangs)
+    assert "rank 3 (process 77) hung in data (stage 1) of step 5, silent for 9 s at " in str(hangs)
     assert "/home/user/model.py:12 in forward" in str(hangs)
 
 
 def test_a_rank_that_waits_for_a_disk_says_so(tmp_path: Path) -> None:
     waits = silent(tmp_path, WORKS, state="D")
     assert not waits.waits_for_others
-    assert "waits for a disk or file system that does not answer in forward of step 5" in str(waits)
+    what = "waits for a disk or file system that does not answer in data (stage 1) of step 5"
+    assert what in str(waits)
 
 
 def test_a_stopped_rank_is_the_one_wherever_it_is(tmp_path: Path) -> None:
@@ -89,7 +93,7 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
         checked_at=time.monotonic() - 1,
     )
     heart = HeartbeatWriter(rundir.heartbeat_file(0), rank=0, patience_s=600)
-    heart.beat(1, "start")
+    heart.beat(1, Phase.START)
     line = (
         rundir.heartbeat_file(0)
         .read_text()
@@ -154,10 +158,10 @@ def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
 
 
 def test_a_heart_without_a_file_is_silent_and_harmless(tmp_path: Path) -> None:
-    HeartbeatWriter().beat(1, "start")
-    HeartbeatWriter(tmp_path / "file" / "x", rank=0).beat(1, "start")
+    HeartbeatWriter().beat(1, Phase.START)
+    HeartbeatWriter(tmp_path / "file" / "x", rank=0).beat(1, Phase.START)
     (tmp_path / "plain").write_text("")
-    HeartbeatWriter(tmp_path / "plain" / "x", rank=0).beat(1, "start")
+    HeartbeatWriter(tmp_path / "plain" / "x", rank=0).beat(1, Phase.START)
 
 
 def last_events(kind: str, rank: int, **fields: object) -> Event:
@@ -228,7 +232,7 @@ def test_ranks_that_can_write_no_heartbeat_are_not_said_to_hang(
         process.stdout.readline()
         writer = HeartbeatWriter(rundir.heartbeat_file(0), rank=0, patience_s=0.0)
         monkeypatch.setattr(os, "getpid", lambda: process.pid)
-        writer.beat(5, "forward")
+        writer.beat(5, Phase.DATA)
         monkeypatch.undo()
         watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: process.pid})
         watch.checked_at -= 1.0
@@ -241,7 +245,7 @@ def test_ranks_that_can_write_no_heartbeat_are_not_said_to_hang(
     assert process.returncode == -signal.SIGKILL
     told = f"{tmp_path} cannot be written ({os.strerror(number)}): nothing is saved"
     assert (watch.is_final, told in str(watch.verdict)) == (named, named)
-    assert ("hung in forward of step 5" in str(watch.verdict)) != named
+    assert ("hung in data of step 5" in str(watch.verdict)) != named
 
 
 def test_a_save_for_which_there_is_no_thread_is_written_before_training_goes_on(

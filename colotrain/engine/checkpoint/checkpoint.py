@@ -34,6 +34,7 @@ from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
+from colotrain.spec.phases import Phase
 
 HOW_IT_IS_READ = ("workers", "num_workers")
 """Settings of the data on which no sample depends."""
@@ -48,7 +49,7 @@ def save(run: Run) -> None:
         return
     if run.plan.smoke and run.step == run.plan.train.max_steps:
         return
-    run.at("checkpoint")
+    run.at(Phase.CHECKPOINT)
     sources.tell_changed_files(run)
     # tensors on disk are not copied to memory but written before training continues
     background = run.tiers is None or not run.tiers.placement.streams
@@ -73,7 +74,7 @@ def finish_saving(run: Run) -> None:
 
     A failed save is an error here: the run ends and must not look as if it were saved.
     """
-    run.at("checkpoint")
+    run.at(Phase.CHECKPOINT)
     error = run.saver.wait()
     dist.barrier()  # rank 0 hosts the store and must not end before the others
     if error is not None:

@@ -30,6 +30,7 @@ from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.records import to_plain
+from colotrain.spec.phases import Phase
 
 
 def copy_to_memory(run: Run, *, again: bool = False) -> None:
@@ -40,7 +41,7 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
     copies = run.copies
     if copies is None or not (copies.step == run.step if again else copies.is_due(run.step)):
         return
-    run.at("memory copy")
+    run.at(Phase.MEMORY_COPY)
     started = time.perf_counter()
     try:
         if run.tiers is not None and run.tiers.placement.streams:

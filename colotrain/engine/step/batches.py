@@ -13,6 +13,7 @@ from colotrain.engine.gradients import gradients
 from colotrain.engine.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.unchanged import kept_buffers
+from colotrain.spec.phases import Phase
 
 
 class Batches:
@@ -26,10 +27,10 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         run, num = self.run, self.run.plan.batch.accumulation_steps
         for index in range(num):
-            run.at("data")
+            run.at(Phase.DATA)
             with self.clock.fetching() if self.clock is not None else nullcontext():
                 batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
-            run.at("forward or backward")
+            run.at(Phase.COMPUTE)
             run.progress.at_micro_batch(index, of=num, calls=len(run.sharded.calls))
             run.micro_batches += 1
             yield batch
@@ -48,7 +49,7 @@ class Batches:
         )
 
     @contextmanager
-    def again(self, *, phase: str) -> Iterator[Batches]:
+    def again(self, *, phase: Phase) -> Iterator[Batches]:
         """Yield the same micro-batches, for a pass with the same weights and random numbers."""
         run = self.run
         before, done = run.phase, run.micro_batches

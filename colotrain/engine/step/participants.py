@@ -34,6 +34,7 @@ from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
 from colotrain.spec.axes import STAGE
 from colotrain.spec.batch import is_due
+from colotrain.spec.phases import Phase
 from colotrain.spec.plan import READ_BACK
 
 
@@ -108,7 +109,7 @@ class Placement(Participant):
         run, tiers = self.run, self.run.tiers
         if tiers is None or not agreed["short_of_memory"]:
             return
-        before, run.phase = run.phase, "placement"
+        before, run.phase = run.phase, Phase.PLACEMENT
         first = not tiers.policy.measured
         run.saver.before_update()  # the save may read from tensors that move
         try:

@@ -24,6 +24,7 @@ from colotrain.engine.targets import find_targets
 from colotrain.engine.waiting import waiting
 from colotrain.events.kinds import Note, WorkerFinished, WorkerStopped
 from colotrain.spec.axes import TP
+from colotrain.spec.phases import Phase
 
 
 def train(run: Run, *others: Participant) -> str:
@@ -58,7 +59,7 @@ def take_step(run: Run, participants: Sequence[Participant], clock: StepClock) -
         clock.lap("compute_s", less=clock.data_s)
         agreed = agree(run, totals, batches, participants, clock)
     clock.lap("reduce_s")
-    run.at("optimizer")
+    run.at(Phase.OPTIMIZER)
     for participant in participants:
         participant.before_update(agreed)
     lr = update_(run) if agreed.finite else None
@@ -89,7 +90,7 @@ def agree(
 ) -> Agreed:
     """Run the one small all-reduce of a step: loss, targets, gradient norms, and what is asked."""
     asks = dict(ask for participant in participants for ask in participant.asks().items())
-    run.at("reduce")
+    run.at(Phase.REDUCE)
     run.progress.begin_agreement()
     terms = [term for ask in asks.values() for term in ask.terms()]
     asked = torch.tensor(terms, dtype=torch.float64)
