@@ -6,11 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from colotrain.planner.layout import Layout
 from colotrain.spec.packing import pack, units_of
-from colotrain.spec.plugins import expand
+from colotrain.spec.plugins import stays_gathered
 from colotrain.spec.precisions import PRECISIONS
 from colotrain.spec.survey import ParameterInfo, Survey, Trace
 
@@ -66,7 +65,7 @@ def _packed(blocks: list[str], survey: Survey, layout: Layout) -> list[tuple[str
     if layout.chunk_bytes is None:
         return [(block,) for block in blocks]
     units = [unit for unit in units_of(survey.parameters, split=False) if unit.name in blocks]
-    chunks = pack(units, layout.chunk_bytes, kind=lambda name: _stays(name, layout))
+    chunks = pack(units, layout.chunk_bytes, kind=lambda name: stays_gathered(name, layout))
     return [chunk.names for chunk in chunks]
 
 
@@ -94,13 +93,6 @@ def _longest(parameter: str, modules: Iterable[str]) -> str:
     return max((m for m in modules if parameter.startswith(f"{m}.")), key=len)
 
 
-def _stays(name: str, layout: Layout) -> bool:
-    for pattern, reshard in layout.reshard_overrides.items():
-        if any(fnmatchcase(name, glob) for glob in expand(pattern)):
-            return not reshard
-    return layout.parameters_live == "step"
-
-
 def _group(
     name: str, blocks: tuple[str, ...], survey: Survey, layout: Layout, known: set[str]
 ) -> Group:
@@ -122,7 +114,7 @@ def _group(
     return Group(
         name=name,
         blocks=blocks,
-        stays=_stays(name, layout) if name else layout.parameters_live == "step",
+        stays=stays_gathered(name, layout),
         shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in members),
         gathered_sizes=tuple(
             padded[p.name] * (compute or p.itemsize)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from colotrain.planner.groups import shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
 from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.plugins import stays_gathered
 from colotrain.spec.survey import ParameterInfo, Survey
 
 
@@ -46,15 +47,13 @@ def model_state_bytes(layout: Layout, survey: Survey) -> MemoryBreakdown:
 def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
     """Bytes of gathered parameters that live beside the shards.
 
-    Parameters kept through the step: all. Parameters freed after use: those outside of blocks, and
-    the two largest blocks (the one in use and the one being prefetched).
+    All but those of blocks that are freed after use, of which the two largest count: the one in use
+    and the one being prefetched.
     """
     if layout.shares_parameters:
         return 0
     groups: dict[str, int] = {}
     for p in parameters:
         groups[p.group] = groups.get(p.group, 0) + p.numel * p.itemsize
-    if layout.parameters_live == "step":
-        return sum(groups.values())
-    outside = groups.pop("", 0)
-    return outside + sum(sorted(groups.values())[-2:])
+    freed = [n for name, n in groups.items() if name and not stays_gathered(name, layout)]
+    return sum(groups.values()) - sum(sorted(freed)[:-2])

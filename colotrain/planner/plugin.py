@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from colotrain.config.schema import Plugin
@@ -40,7 +39,7 @@ from colotrain.spec.plan import (
     RunPlan,
     TrainPlan,
 )
-from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
+from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, overrides
 from colotrain.spec.precisions import PRECISIONS
 from colotrain.spec.quantities import format_seconds, format_size
 from colotrain.spec.survey import Survey
@@ -262,7 +261,6 @@ def _plan_plugin(
     split: bool,
 ) -> PluginPlan:
     row = _row(name, asked.reshard)
-    overrides = {module: bool(o["reshard"]) for module, o in asked.overrides.items()}
     chunk_bytes = None
     if row.packed:
         if asked.chunk_size == "auto":
@@ -278,7 +276,7 @@ def _plan_plugin(
         mesh=_mesh(name, asked, scale),
         chunk_bytes=chunk_bytes,
         split_blocks=row.packed and split,
-        reshard_overrides=overrides,
+        reshard_overrides={module: bool(o["reshard"]) for module, o in asked.overrides.items()},
         # no tiers under pipeline stages, whose placements would differ
         budget=find_budget(asked, scale, machine) if row.packed and scale.mesh.pp == 1 else None,
     )
@@ -379,21 +377,9 @@ def _check_override(module: str, override: dict[str, Any]) -> Iterator[Problem]:
 
 def check_override_names(asked: Plugin, survey: Survey) -> Iterator[Problem]:
     """Problems of overrides that match no block, since only blocks are gathered separately."""
-    blocks = list(dict.fromkeys(_blocks(survey)))
+    blocks = list(dict.fromkeys(p.group for p in survey.parameters if p.group))
     for module in asked.overrides:
-        if not any(fnmatchcase(block, glob) for block in blocks for glob in expand(module)):
+        if not any(overrides(module, block) for block in blocks):
             expected = "a block of the model, like blocks.0 or blocks.0-3"
             key = f"plugin.overrides.{module}"
             yield Problem(key=key, expected=expected, fix=suggest(module, blocks))
-
-
-def _blocks(survey: Survey) -> Iterator[str]:
-    """Blocks in parameter names (`blocks.0` of `blocks.0.attn.qkv.weight`), or else all modules."""
-    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
-    numbered = [found[0] for name in names if (found := re.match(r"(?:.*?\.)?\d+(?=\.)", name))]
-    modules = [
-        ".".join(parts[:depth])
-        for parts in (name.split(".") for name in names)
-        for depth in range(1, len(parts))
-    ]
-    yield from numbered or modules

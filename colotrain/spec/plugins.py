@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
 
 ParametersLive = Literal["step", "use"]
 Gradients = Literal["whole", "sharded"]
@@ -60,9 +62,37 @@ AUTO_ORDER = ("zero1", "zero2", "fsdp-hybrid", "zero3", "gemini")
 """Candidates of `plugin=auto`; without predicted times it takes the first that fits."""
 
 
-def expand(module: str) -> list[str]:
-    """The four names that `blocks.0-3` stands for; any other glob as it is."""
-    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
+class Lifetimes(Protocol):
+    """How long unsharded parameters live: in a plan, or in the planner's layout."""
+
+    @property
+    def parameters_live(self) -> ParametersLive: ...
+    @property
+    def reshard_overrides(self) -> Mapping[str, bool]: ...
+
+
+def stays_gathered(group: str, plugin: Lifetimes) -> bool:
+    """Whether a group's parameters stay whole from a step's first forward to its last backward.
+
+    `group` is its first module's name; the root group (empty name) has no overrides.
+    """
+    for pattern, reshard in plugin.reshard_overrides.items():
+        if overrides(pattern, group):
+            return not reshard
+    return plugin.parameters_live == "step"
+
+
+def overrides(pattern: str, group: str) -> bool:
+    """Whether a key of `plugin.overrides` names the group's module or a module around it."""
+    parts = group.split(".") if group else []
+    around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return any(fnmatchcase(name, glob) for name in around for glob in _expand(pattern))
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """Yield the four names that `blocks.0-3` stands for; any other glob as it is."""
+    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", pattern)
     if not found:
-        return [module]
-    return [f"{found[1] or ''}{index}" for index in range(int(found[2]), int(found[3]) + 1)]
+        yield pattern
+        return
+    yield from (f"{found[1] or ''}{index}" for index in range(int(found[2]), int(found[3]) + 1))

@@ -51,7 +51,10 @@ CASES = {
     "hybrid": ["plugin=fsdp-hybrid", "plugin.shard_size=2"],
     "gemini": ["plugin=gemini", "plugin.chunk_size=64KiB"],
     "gemini, blocks cut up": ["plugin=gemini", "plugin.chunk_size=16KiB"],
-    "overridden": ["plugin=zero3", "plugin.overrides={blocks.1:{reshard:false}}"],
+    "overridden": [
+        "plugin=zero3",
+        "plugin.overrides={blocks.1:{reshard:true},blocks:{reshard:false}}",
+    ],
     "zero1, frozen": ["plugin=zero1", FROZEN],
     "zero3, frozen": ["plugin=zero3", FROZEN],
     "hybrid, frozen": ["plugin=fsdp-hybrid", "plugin.shard_size=2", FROZEN],

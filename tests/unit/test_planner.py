@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -36,7 +37,7 @@ from colotrain.planner.traced.tracing import REPEATED, read, record, trace
 from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import RECOMPUTE, DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute
-from colotrain.spec.plugins import ROWS
+from colotrain.spec.plugins import ROWS, stays_gathered
 from colotrain.spec.survey import ParameterInfo, Survey, Trace
 from tests.traces import most_alive
 
@@ -513,6 +514,42 @@ def test_half_of_the_pairs_of_causal_attention_count_and_all_of_others() -> None
         return sum(stretch.attention_flops for stretch in found.stretches)
 
     assert attention(is_causal=False) == 2 * attention(is_causal=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "staying"),
+    [
+        ({}, set()),
+        ({"blocks.1": False}, {"blocks.1"}),
+        ({"blocks.0-2": False}, {"blocks.0", "blocks.1", "blocks.2"}),
+        ({"*": False}, {"blocks.0", "blocks.1", "blocks.2", "blocks.3"}),
+        ({"blocks.1": True, "blocks": False}, {"blocks.0", "blocks.2", "blocks.3"}),
+        ({"blocks.0.mlp": False}, set()),
+    ],
+)
+def test_a_block_stays_whole_where_an_override_names_it_or_what_it_is_in(
+    overrides: dict[str, bool], staying: set[str]
+) -> None:
+    freed = layout("zero3", 2, reshard_overrides=overrides)
+    groups = find(looked_at(), traced(), freed)
+    assert {name for name, group in groups.items() if group.stays} == staying
+    whole = layout(
+        "zero2", 2, reshard_overrides={p: not reshard for p, reshard in overrides.items()}
+    )
+    groups = find(looked_at(), traced(), whole)
+    assert {name for name, group in groups.items() if not group.stays} == staying
+    part = [stays_gathered(f"{name}.mlp", freed) for name in ("blocks.1", "blocks.3")]
+    assert part == [name in staying for name in ("blocks.1", "blocks.3")]  # as in a block cut up
+
+
+def test_without_a_trace_what_stays_whole_is_held_beside_the_two_largest_others() -> None:
+    survey, sizes = looked_at(), Counter[str]()
+    for parameter in survey.parameters:
+        sizes[parameter.group] += parameter.numel * parameter.itemsize
+    kept = layout("zero3", 2, reshard_overrides={"blocks.0": False})
+    found = model_state_bytes(kept, survey).gathered
+    assert found == sizes[""] + 3 * sizes["blocks.0"]  # all blocks are alike
+    assert model_state_bytes(layout("zero2", 2), survey).gathered == sum(sizes.values())
 
 
 def test_a_frozen_prefix_is_not_gathered_for_backward_but_for_one_group_fetched_ahead() -> None:

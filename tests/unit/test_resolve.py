@@ -337,6 +337,8 @@ def test_a_row_may_differ_per_module() -> None:
     overrides = {"blocks.0-1": {"reshard": False}, "blocks.3": {"reshard": True}}
     made = plan(("plugin.name", "zero3"), ("plugin.overrides", overrides)).plugin
     assert made.reshard_overrides == {"blocks.0-1": False, "blocks.3": True}
+    made = plan(("plugin.overrides", {"blocks": {"reshard": True}})).plugin
+    assert made.reshard_overrides == {"blocks": True}
 
 
 @pytest.mark.parametrize(

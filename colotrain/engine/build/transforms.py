@@ -36,7 +36,6 @@ from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     materialise_,
     shard_,
-    stays_gathered,
 )
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import Transport, install
@@ -47,6 +46,7 @@ from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.axes import PP, TP
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.plugins import stays_gathered
 from colotrain.spec.sequence import BlockSequence
 
 AHEAD_BYTES = 256 << 20

@@ -11,7 +11,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
 
@@ -52,7 +51,7 @@ from colotrain.engine.tensor_parallel import TensorGroup
 from colotrain.models.loading import allocate_, fill_
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
-from colotrain.spec.plugins import expand
+from colotrain.spec.plugins import stays_gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +199,7 @@ def shard_(
     if compute is not None:
         keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
-    stays = plan.plugin.parameters_live == "step"
+    stays = stays_gathered("", plan.plugin)
     chunk = stage.chunk_of("")
     groups.append(Group(name="", handle=model, stays_gathered=stays, chunk=chunk))  # type: ignore[arg-type]
     for group in groups:
@@ -243,16 +242,6 @@ def _cast_activations(
 def _offload(wanted: bool) -> dict[str, CPUOffloadPolicy]:
     """Return an offload policy without pinning: the tiers allocate pinned memory where possible."""
     return {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if wanted else {}
-
-
-def stays_gathered(name: str, plugin: PluginPlan) -> bool:
-    """Whether a group stays gathered; a part of a block also matches by the block's name."""
-    parts = name.split(".")
-    known_as = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
-    for pattern, reshard in plugin.reshard_overrides.items():
-        if any(fnmatchcase(own, glob) for own in known_as for glob in expand(pattern)):
-            return not reshard
-    return plugin.parameters_live == "step"
 
 
 def begin_forward(sharded: ShardedModel) -> None:
