@@ -45,6 +45,7 @@ AFTER_A_STEP = frozenset(
         Phase.MEMORY_COPY,
         Phase.CORRUPTION_SEARCH,
         Phase.EVALUATION,
+        Phase.TEXT_SAMPLES,
         Phase.CHECKPOINT,
     }
 )

@@ -37,7 +37,13 @@ def test_an_evaluation_has_no_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "step"), [(Phase.COMPUTE, 5), (Phase.EVALUATION, 4), (Phase.CHECKPOINT, 4)]
+    ("phase", "step"),
+    [
+        (Phase.COMPUTE, 5),
+        (Phase.EVALUATION, 4),
+        (Phase.TEXT_SAMPLES, 4),
+        (Phase.CHECKPOINT, 4),
+    ],
 )
 def test_an_evaluation_belongs_to_the_step_before_it(
     phase: Phase, step: int, tmp_path: Path
