@@ -17,8 +17,8 @@ def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
     Neither the evaluation before the first step counts nor one that only the end of the run asked
     for: a run that goes on longer would otherwise end at another step than one that was not ended.
     """
-    rule, before = run.plan.train.stop_early, run.evaluations
-    run.evaluations = replace(before, last_step=run.step)
+    rule, before = run.plan.train.stop_early, run.history.evaluations
+    run.history.evaluations = replace(before, last_step=run.step)
     if rule is None:
         return
     if rule.metric not in found:
@@ -32,9 +32,11 @@ def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
     gain = math.inf if before.best is None else sign * (value - before.best)
     if math.isfinite(value) and gain > rule.min_delta:
         step = run.step
-        run.evaluations = replace(run.evaluations, improved_step=step, best=value, waited=0)
+        run.history.evaluations = replace(
+            run.history.evaluations, improved_step=step, best=value, waited=0
+        )
     else:
-        run.evaluations = replace(run.evaluations, waited=before.waited + 1)
+        run.history.evaluations = replace(run.history.evaluations, waited=before.waited + 1)
 
 
 def is_over(run: Run) -> bool:
@@ -44,7 +46,7 @@ def is_over(run: Run) -> bool:
 
 def why_over(run: Run) -> str | None:
     """Return why the run ends before its last step, the same on every rank; None: it goes on."""
-    rule, so_far = run.plan.train.stop_early, run.evaluations
+    rule, so_far = run.plan.train.stop_early, run.history.evaluations
     if rule is None or so_far.waited < rule.patience:
         return None
     best = ""

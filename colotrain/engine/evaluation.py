@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
+from colotrain.dotted import import_target
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import Batch, to_device, weighted_output
 from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
@@ -33,12 +34,21 @@ from colotrain.spec.batch import is_due
 from colotrain.spec.phases import Phase
 from colotrain.torch_internals import is_persistent
 
+Evaluated = tuple[Tensor, Tensor, Any, Any]
+"""Summed loss of a micro-batch, its targets, the output, and what `train.metrics` returned."""
+
 
 class Evaluator(Participant):
     """Evaluates between two steps, and has the model continue prompts."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.metrics: Callable[[Batch, Any], Any] | None = None
+        """The function `train.metrics`."""
+        if dotted := run.plan.train.metrics:
+            self.metrics = import_target("train.metrics", dotted)
+        self.weights: dict[str, str] | None = None
+        """What metrics without a count are means over; None where that is not known."""
         self.has_begun = False
 
     def after_step(self, result: StepResult | None) -> None:
@@ -46,7 +56,7 @@ class Evaluator(Participant):
         if not self._is_due(result):
             return
         finish_copy(run)
-        evaluate(run)
+        self.evaluate()
         write_samples(run)
         if result is not None:
             copy_to_memory(run, again=True)
@@ -57,41 +67,150 @@ class Evaluator(Participant):
         if result is not None:
             at_end = run.step == run.plan.train.max_steps
             return not result.stops and (is_due(run.step, every) or at_end)
-        last = run.evaluations.last_step
+        last = run.history.evaluations.last_step
         # the run was stopped after a step, before the evaluation that follows the step
         was_left = run.step > 0 and is_due(run.step, every) and last not in (None, run.step)
         return first and (was_left or (run.step == 0 and run.plan.train.eval_first))
 
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Compute the mean loss over the validation samples that `train.eval_steps` selects.
 
-@torch.no_grad()
-def evaluate(run: Run) -> None:
-    """Compute the mean loss over the validation samples that `train.eval_steps` selects.
+        Sets `run.history.best` if this evaluation is the best so far. All ranks must call.
+        """
+        run = self.run
+        run.at(Phase.EVALUATION)
+        plan, model, data = run.plan, run.sharded.module, run.validation_data
+        if plan.train.eval_steps == 0 or data is None:
+            return
+        training = {module: module.training for module in module_tree.modules(model)}
+        model.eval()
+        with interruptible(run, "evaluation"), exported_buffers(run):
+            sums, metrics = self._sum_losses(data)
+            if not run.plan.ranks.is_first(run.rank, TP):  # another rank has the same
+                sums, metrics = torch.zeros_like(sums), {}
+            reshard(run.sharded)
+            run.progress.begin_agreement()
+            dist.all_reduce(sums)
+            means = _over_all_ranks(metrics)
+        for module, mode in training.items():  # what the user set to evaluation mode stays in it
+            module.training = mode
+        loss_sum, count = sums.tolist()
+        loss = loss_sum / (count or 1.0)
+        note_evaluation(run, {RESERVED: loss, **means} | {RESERVED: loss})
+        best = _is_best(run, loss, means) or None
+        if run.rank == 0:
+            found = Evaluation(
+                step=run.step, loss=loss, tokens=count, metrics=means or None, best=best
+            )
+            run.events.write(found)
 
-    Sets `run.best` if this evaluation is the best so far. All ranks must call.
-    """
-    run.at(Phase.EVALUATION)
-    plan, model, data = run.plan, run.sharded.module, run.validation_data
-    if plan.train.eval_steps == 0 or data is None:
-        return
-    training = {module: module.training for module in module_tree.modules(model)}
-    model.eval()
-    with interruptible(run, "evaluation"), exported_buffers(run):
-        sums, metrics = sum_losses(run, data)
-        if not run.plan.ranks.is_first(run.rank, TP):  # another rank has the same
-            sums, metrics = torch.zeros_like(sums), {}
-        reshard(run.sharded)
-        run.progress.begin_agreement()
-        dist.all_reduce(sums)
-        means = _over_all_ranks(metrics)
-    for module, mode in training.items():  # modules that the user set to evaluation mode stay in it
-        module.training = mode
-    loss_sum, count = sums.tolist()
-    loss = loss_sum / (count or 1.0)
-    note_evaluation(run, {RESERVED: loss, **means} | {RESERVED: loss})
-    best = _is_best(run, loss, means) or None
-    if run.rank == 0:
-        found = Evaluation(step=run.step, loss=loss, tokens=count, metrics=means or None, best=best)
-        run.events.write(found)
+    def _sum_losses(self, data: BatchLoader) -> tuple[Tensor, Metrics]:
+        """Return summed loss and number of targets of this rank's samples, and their metrics."""
+        run, num = self.run, self.run.plan.batch.accumulation_steps
+        sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+        metrics: Metrics = {}
+        weights = self._weights_of_metrics() if self.weights is None else self.weights
+        total = data.num_micro_batches
+        assert total is not None
+        for index in range(total):
+            run.at(Phase.EVALUATION)
+            run.sharded.calls.clear()
+            run.progress.at_micro_batch(index, of=total, calls=0)
+            at = divmod(index, num)
+            batch = to_device(data.micro_batch(*at), run.device)
+            num_samples = len(data.positions(*at))
+            with uncompiled(run.plan, num_samples < run.plan.batch.micro_batch):
+                found = self._with_metrics(batch)
+            if not num_samples or found is None:  # the forward ran because other ranks wait for it
+                continue
+            loss, count, output, own = found
+            sums += torch.stack([loss.double(), count.double()])
+            over = {name: _weight(kind, batch, count) for name, kind in weights.items()}
+            further = (*metrics_in(output, count, over), *metrics_in(own, count, over))
+            for name, value, weight in further:
+                if not weight.item():  # a rank's part of a sample may have no target
+                    continue
+                before = metrics.get(name, (0.0, 0.0))
+                metrics[name] = before[0] + value.item(), before[1] + weight.item()
+        return sums, metrics
+
+    def _with_metrics(self, batch: Batch) -> Evaluated | None:
+        """Return `weighted_output`, and what `train.metrics` returns. All ranks must call.
+
+        None on a pipeline stage that is not the last.
+
+        A Hugging Face model that computes its loss runs once more, without labels, for its outputs.
+        """
+        run, model, stage = self.run, self.run.sharded.module, self.run.sharded.stage
+        if stage.count > 1:
+            stage.forward_until_loss(model, inputs_of(model, batch))
+            stage.end_step()
+        if not stage.is_last:
+            return None
+        seen: list[Any] = []
+        loss, count, output = weighted_output(model, batch, seen=seen)
+        if self.metrics is None:
+            return loss, count, output, None
+        outputs = seen[0]
+        if run.plan.model.hf and run.plan.model.loss is None:
+            outputs = outputs_alone(model, batch)
+        if output is None:
+            return loss, count, None, None
+        return loss, count, output, _checked(self.metrics(batch, outputs), run.plan.train.metrics)
+
+    def _weights_of_metrics(self) -> dict[str, str]:
+        """Name of each metric without a count of its own → what it is a mean over (`WEIGHTS`).
+
+        Found by samples together and apart; a metric that is none of these means depends on how
+        samples are divided, which is said. All ranks must call.
+        """
+        run, counts = self.run, {kind: list[float]() for kind in WEIGHTS}
+        means: list[dict[str, float]] = []
+        evaluated = self._together_and_apart()
+        if evaluated is None:
+            return {}
+        for batch, (_, count, output, own) in evaluated:
+            means.append({**means_in(output), **means_in(own)})
+            for kind in WEIGHTS:
+                counts[kind].append(_weight(kind, batch, count).item())
+        is_usual = counts["targets"] in (counts["labels"], counts["samples"])
+        own_weights = ("labels", "samples", "targets")  # of the loss
+        order = WEIGHTS if is_usual else own_weights
+        weights, is_sure = {}, True
+        for name, whole in means[0].items() if means else ():
+            values = [each.get(name, 0.0) for each in means[1:]]
+            fits = [kind for kind in order if _is_mean(whole, values, counts[kind][1:])]
+            is_sure &= len({tuple(counts[kind]) for kind in fits}) < 2
+            weights[name] = fits[0] if fits else order[0]
+            if not fits and run.rank == 0:
+                text = (
+                    f"warning: {name} of train.metrics or of the model is no mean over samples or "
+                    "targets: its value depends on train.micro_batch; return (sum, count) for it"
+                )
+                run.events.write(Note(step=run.step, text=text))
+        self.weights = weights if is_sure else None  # else the next evaluation may tell
+        return weights
+
+    def _together_and_apart(self) -> list[tuple[Batch, Evaluated]] | None:
+        """Evaluate a few samples at once, and each alone; None where that tells nothing."""
+        run, samples = self.run, self.run.targets.samples
+        size = len(next(iter(samples.values())))
+        has_none = self.metrics is None and sums_tokens(run.sharded.module)
+        if has_none or run.plan.mesh.cp > 1 or run.sharded.stage.count > 1 or size < 2:
+            return None
+        trial = to_device(samples, run.device)
+        apart = [{name: tensor[i : i + 1] for name, tensor in trial.items()} for i in range(size)]
+        try:
+            with uncompiled(run.plan, True), unchanged(run.sharded.module, run.device):
+                alone = [(batch, self._with_metrics(batch)) for batch in apart]
+                rows = [i for i, (_, one) in enumerate(alone) if one and one[2] is not None]
+                together = {name: tensor[rows] for name, tensor in trial.items()}
+                found = [(together, self._with_metrics(together))] if rows else []
+        except Exception:  # a batch of one sample may be none that the model takes
+            return None
+        found += [alone[i] for i in rows]
+        return [(batch, result) for batch, result in found if result is not None]
 
 
 @contextmanager
@@ -127,14 +246,14 @@ def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
             f"checkpoint.best.metric={metric}: the evaluation has no such value",
             f"name one of {', '.join(found)}",
         )
-    value, before = found[metric], run.best[1] if run.best else None
+    value, before = found[metric], run.history.best[1] if run.history.best else None
     if not math.isfinite(value) and run.rank == 0:
         text = f"checkpoint.best.metric={metric} is {value}: this evaluation is never the best"
         run.events.write(Note(step=run.step, text=text))
     if not math.isfinite(value) or run.step == 0:
         return False
     if before is None or (value < before if lowest else value > before):
-        run.best = run.step, value
+        run.history.best = run.step, value
         return True
     return False
 
@@ -143,62 +262,6 @@ RESERVED = "validation_loss"
 """Name of the loss itself among the values of an evaluation."""
 Metrics = dict[str, tuple[float, float]]
 """Name → sum and count."""
-
-
-def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
-    """Return summed loss and number of targets of this rank's micro-batches, and their metrics."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    metrics: Metrics = {}
-    weights = run.metric_weights
-    weights = weights_of_metrics(run) if weights is None else weights
-    num = run.plan.batch.accumulation_steps
-    total = data.num_micro_batches
-    assert total is not None
-    for index in range(total):
-        run.at(Phase.EVALUATION)
-        run.sharded.calls.clear()
-        run.progress.at_micro_batch(index, of=total, calls=0)
-        at = divmod(index, num)
-        batch, num_samples = to_device(data.micro_batch(*at), run.device), len(data.positions(*at))
-        with uncompiled(run.plan, num_samples < run.plan.batch.micro_batch):
-            found = _with_metrics(run, batch)
-        if not num_samples or found is None:  # the forward ran because other ranks wait for it
-            continue
-        loss, count, output, own = found
-        sums += torch.stack([loss.double(), count.double()])
-        over = {name: _weight(kind, batch, count) for name, kind in weights.items()}
-        further = (*metrics_in(output, count, over), *metrics_in(own, count, over))
-        for name, value, weight in further:
-            if not weight.item():  # a rank's part of a sample may have no target
-                continue
-            before = metrics.get(name, (0.0, 0.0))
-            metrics[name] = before[0] + value.item(), before[1] + weight.item()
-    return sums, metrics
-
-
-def _with_metrics(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Any, Any] | None:
-    """Return `weighted_output`, and what `train.metrics` returns; all ranks run as many forwards.
-
-    None on a pipeline stage that is not the last.
-
-    A Hugging Face model that computes its loss runs once more, without labels, for its outputs.
-    """
-    model, function, stage = run.sharded.module, run.metrics, run.sharded.stage
-    if stage.count > 1:
-        stage.forward_until_loss(model, inputs_of(model, batch))
-        stage.end_step()
-    if not stage.is_last:
-        return None
-    seen: list[Any] = []
-    loss, count, output = weighted_output(model, batch, seen=seen)
-    if function is None:
-        return loss, count, output, None
-    outputs = seen[0]
-    if run.plan.model.hf and run.plan.model.loss is None:
-        outputs = outputs_alone(model, batch)
-    if output is None:
-        return loss, count, None, None
-    return loss, count, output, _checked(function(batch, outputs), run.plan.train.metrics)
 
 
 WEIGHTS = ("targets", "labels", "samples")
@@ -210,53 +273,6 @@ def _weight(kind: str, batch: Batch, count: Tensor) -> Tensor:
         return count
     labels = TargetRule().count(batch) if kind == "labels" else None
     return torch.tensor(float(len(next(iter(batch.values()))) if labels is None else labels))
-
-
-def weights_of_metrics(run: Run) -> dict[str, str]:
-    """Name of each metric without a count of its own → what it is a mean over (`WEIGHTS`).
-
-    Found by samples together and apart; a metric that is none of these means depends on how
-    samples are divided, which is said. All ranks must call.
-    """
-    plan = run.plan
-    size = len(next(iter(run.trial.values())))
-    has_none = run.metrics is None and sums_tokens(run.sharded.module)
-    if has_none or plan.mesh.cp > 1 or run.sharded.stage.count > 1 or size < 2:
-        return {}
-    trial = to_device(run.trial, run.device)
-    apart = [{name: tensor[at : at + 1] for name, tensor in trial.items()} for at in range(size)]
-    try:
-        with uncompiled(run.plan, True), unchanged(run.sharded.module, run.device):
-            alone = [_with_metrics(run, batch) for batch in apart]
-            rows = [at for at, one in enumerate(alone) if one is not None and one[2] is not None]
-            together = {name: tensor[rows] for name, tensor in trial.items()}
-            found = [_with_metrics(run, together), *(alone[at] for at in rows)] if rows else []
-    except Exception:  # a batch of one sample may be none that the model takes
-        return {}
-    counts: dict[str, list[float]] = {kind: [] for kind in WEIGHTS}
-    means: list[dict[str, float]] = []
-    for batch, result in zip((together, *(apart[at] for at in rows)), found, strict=False):
-        assert result is not None
-        _, count, output, own = result
-        means.append({**means_in(output), **means_in(own)})
-        for kind in WEIGHTS:
-            counts[kind].append(_weight(kind, batch, count).item())
-    is_usual = counts["targets"] in (counts["labels"], counts["samples"])
-    order = WEIGHTS if is_usual else ("labels", "samples", "targets")  # weights are the loss's own
-    weights, is_sure = {}, True
-    for name, whole in means[0].items() if means else ():
-        values = [each.get(name, 0.0) for each in means[1:]]
-        fits = [kind for kind in order if _is_mean(whole, values, counts[kind][1:])]
-        is_sure &= len({tuple(counts[kind]) for kind in fits}) < 2
-        weights[name] = fits[0] if fits else order[0]
-        if not fits and run.rank == 0:
-            text = (
-                f"warning: {name} of train.metrics or of the model is no mean over samples or "
-                "targets: its value depends on train.micro_batch; return (sum, count) for it"
-            )
-            run.events.write(Note(step=run.step, text=text))
-    run.metric_weights = weights if is_sure else None  # else the next evaluation may tell
-    return weights
 
 
 def _is_mean(together: float, values: list[float], weights: list[float]) -> bool:

@@ -60,7 +60,7 @@ DEPARTED = "colotrain/departed"
 
 def start(run: Run) -> None:
     """Start to watch the steps of this rank; until then `interruptible` has no effect."""
-    run.is_monitored = True
+    run.progress.is_watched = True
     threading.Thread(target=Monitor(run).watch, name="step-monitor", daemon=True).start()
 
 
@@ -69,7 +69,7 @@ def interruptible(run: Run, what: str = "step") -> Iterator[None]:
     """Allow the process to be ended in this context. All ranks must enter it at the same step."""
     progress = run.progress
     progress.began, progress.forward_s = time.perf_counter(), None
-    if run.is_monitored and progress.is_long:
+    if run.progress.is_watched and progress.is_long:
         pieces, manifest = unsaved_state(run)
         last = LastStep(
             step=run.step, pieces=pieces, manifest=manifest, what=what, began=progress.began
@@ -186,12 +186,12 @@ class Monitor:
     def _reason(self, run: Run, last: LastStep, notes: Notes) -> str | None:
         """Return why this rank must leave the step now; None where it need not."""
         now = time.monotonic()
-        reason = run.reason_to_stop()
+        reason = run.stop.wanted()
         if reason is None:
             self.asked_at = None
         else:
             self.asked_at = self.asked_at or now
-            patience_s = PATIENCE_S if run.stop_error is None else 0.0
+            patience_s = PATIENCE_S if run.stop.error is None else 0.0
             if self.progress.undecided and now - self.asked_at >= patience_s:
                 return reason
         if now - self.followed_at < FOLLOW_EVERY_S:
@@ -214,7 +214,7 @@ class Monitor:
                 text = f"{_name(last)} is left at {where}; {_becomes(run, last)}"
                 run.events.write(kinds.Note(text=text))
             problem = self._save(run, last)
-            error = run.stop_error or problem
+            error = run.stop.error or problem
             if error is None:
                 run.events.write(kinds.WorkerStopped(step=last.step, reason=reason))
                 code = 0
@@ -251,7 +251,7 @@ def unsaved_state(run: Run) -> tuple[list[Piece] | None, Manifest | None]:
 
     Tensors that a forward may change (buffers) are copied. All ranks must call.
     """
-    if not run.plan.checkpoint.enabled or run.step == 0 or run.saved_step == run.step:
+    if not run.plan.checkpoint.enabled or run.step == 0 or run.saver.saved_step == run.step:
         return None, None
     pieces = pieces_of(run)
     kept = [p if p.lasts else replace(p, local=p.local.clone(), is_copy=True) for p in pieces]

@@ -139,7 +139,7 @@ class StepRecords(Participant):
                 "clip_ratio": run.gradients.clip_ratio,
                 "lr": result.lr or 0.0,
                 "optimizer_steps": run.optimizer.steps,
-                "total_micro_batches": run.micro_batches,
+                "total_micro_batches": run.history.micro_batches,
                 "skipped": result.lr is None,
             }
         run.events.write(Step(step=run.step, micro_batches=agreed.totals.micro_batches, **values))

@@ -68,7 +68,7 @@ def add_references_(run: Run) -> None:
                 run.events.write(Note(text=text))
             samples.values[ids] = compute(run, loader, ids)
         known[split] = samples.values
-        if run.stop_reason is not None:
+        if run.stop.reason is not None:
             break
     if is_new and run.rank == 0:
         save(run, known, key)
@@ -80,7 +80,7 @@ def add_references_(run: Run) -> None:
 def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
     """Log-probabilities [ids, 2] on the CPU. All ranks must call; each does as many forwards.
 
-    Where a rank is asked to stop, `run.stop_reason` says so on all, and the rest are NaN.
+    Where a rank is asked to stop, `run.stop.reason` says so on all, and the rest are NaN.
     """
     size, world, model = run.plan.batch.micro_batch, dist.get_world_size(), run.sharded.module
     found = torch.zeros(len(ids), 2, dtype=torch.float64)
@@ -109,13 +109,13 @@ def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
 
 
 def is_to_stop(run: Run) -> bool:
-    """Whether any rank is asked to stop; `run.stop_reason` is set then. All ranks must call."""
-    own = run.reason_to_stop()
+    """Whether any rank is asked to stop; `run.stop.reason` is set then. All ranks must call."""
+    own = run.stop.wanted()
     asked = torch.tensor(float(own is not None), device=run.device)
     dist.all_reduce(asked)
     if asked.item():
-        run.stop_reason = own or "another rank"
-    return run.stop_reason is not None
+        run.stop.reason = own or "another rank"
+    return run.stop.reason is not None
 
 
 def key_of(run: Run) -> str:

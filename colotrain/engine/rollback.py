@@ -46,7 +46,7 @@ def _search(run: Run, agreed: Agreed) -> None:
     micro_batches = range(run.plan.batch.accumulation_steps)
     ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
     with agreed.batches.again(phase=Phase.NONFINITE_SEARCH) as batches:
-        origin = locate(run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets)
+        origin = locate(run.gradients, batches, ids, step=run.step + 1, nominal=run.targets.nominal)
     gradients.clear_(run.sharded.module)
     where = f"it began in {describe(origin)}" if origin else "a second pass was clean"
     problem = f"step {run.step + 1}: loss {agreed.loss}, gradient norm {agreed.grad_norm}; {where}"
@@ -71,7 +71,7 @@ def roll_back_(run: Run) -> None:
     """
     run.at(Phase.ROLLBACK)
     offending, most = run.batch_index, run.plan.train.max_rollbacks
-    if run.rollbacks >= most:
+    if run.history.rollbacks >= most:
         raise ColotrainError(
             f"step {run.step + 1}: not finite again after {most} rollbacks",
             "lower optim.lr or clip harder (train.grad_clip); train.max_rollbacks allows more",
@@ -90,15 +90,15 @@ def roll_back_(run: Run) -> None:
             parameter.requires_grad_(False)
     freeze_as_of(run, manifest.step)
     checkpoint.restore(run, path)
-    run.rollbacks += 1
-    run.skipped_batches = offending + 1 - run.step
+    run.history.rollbacks += 1
+    run.history.skipped_batches = offending + 1 - run.step
     if run.copies is not None:
         run.copies.clear()  # later steps, which must not come back
         copy_to_memory(run)
     if run.rank == 0:
         text = (
-            f"rollback {run.rollbacks} of at most {most}: back from step {left_at + 1} to step "
-            f"{run.step}; batches passed over: {left_at + 1 - run.step}"
+            f"rollback {run.history.rollbacks} of at most {most}: back from step {left_at + 1} to "
+            f"step {run.step}; batches passed over: {left_at + 1 - run.step}"
         )
         run.events.write(Rollback(step=run.step, left_at=left_at + 1, text=text))
         run.events.write(Note(text=text))

@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.accumulation import Batch
-from colotrain.engine.checkpoint.manifest import Evaluations, Manifest
+from colotrain.engine.checkpoint.manifest import History, Manifest
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.shard_file import Piece
@@ -50,6 +49,8 @@ class StepProgress:
 
     is_long: bool = True
     """Whether steps are long enough to be left; ranks agree on it. The first one counts as long."""
+    is_watched: bool = False
+    """Whether a thread watches the steps, which may then be left unfinished."""
     last: LastStep | None = None
     """The last finished step; not None only while training may be interrupted."""
     undecided: bool = False
@@ -80,6 +81,42 @@ class StepProgress:
         self.micro_batch, self.num_micro_batches, self.calls_before = index + 1, of, calls
 
 
+@dataclass(slots=True)
+class Stop:
+    """Whether this rank wants the run to stop, and why the ranks do."""
+
+    requested: Callable[[], str | None]
+    """Function that returns a reason that reached this rank from outside, or None."""
+    reason: str | None = None
+    """Why this rank wanted to stop when the ranks last agreed on it."""
+    asked_here: str | None = None
+    """Reason for which code in this process wants the run to stop."""
+    error: ColotrainError | None = None
+    """Error that the run raises once it has saved; None where it just stops."""
+
+    def ask(self, reason: str, *, error: ColotrainError | None = None) -> None:
+        """Save and end the run on all ranks as soon as possible. Any thread of any rank may call.
+
+        A long step is left unfinished. With `error` the step gets no time to finish, and the run
+        fails with the error; otherwise the run ends as after `colotrain stop`.
+        """
+        self.error, self.asked_here = error, reason
+
+    def wanted(self) -> str | None:
+        """Return why this rank wants the run to stop; None where it does not."""
+        return self.asked_here or self.requested()
+
+
+@dataclass(slots=True)
+class Targets:
+    """What the loss of a step is a mean over."""
+
+    nominal: float
+    """Targets of a step when none is masked."""
+    samples: Batch
+    """A few samples, the same on every rank, with which trial forwards find targets."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """Everything that a worker holds while it trains."""
@@ -90,55 +127,27 @@ class Run:
     device: torch.device
     sharded: ShardedModel
     optimizer: ShardOptimizer
-    tiers: Tiers | None
-    """Tiers of parameters, gradients and optimizer state; None where all stay on the device."""
     gradients: GradientState
-    nominal_targets: float
-    """Targets of a step when none is masked."""
-    trial: Batch
-    """Batch of a few samples, the same on every rank, with which trial forwards find targets."""
+    targets: Targets
     train_data: BatchLoader
     validation_data: BatchLoader | None
     events: EventWriter
     loss_scale: LossScale
-    stop_requested: Callable[[], str | None]
-    """Function that returns a reason to stop that reached this rank, or None."""
+    stop: Stop
     saver: Saver
-    sources: dict[str, str] = field(default_factory=dict)
-    """Identities of the data and models that are read; on rank 0, which writes manifests."""
-    files_in_place: dict[Path, str] = field(default_factory=dict)
-    """Token files that are read where they are, with their versions; on rank 0."""
     copies: MemoryCopies | None = None
     """Copies of the state in the launcher's memory; None where there are none."""
     heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)
     progress: StepProgress = field(default_factory=StepProgress)
-    is_monitored: bool = False
-    """Whether a thread watches the steps, which may then be left unfinished."""
-    metrics: Callable[[Batch, Any], Any] | None = None
-    """The function `train.metrics`."""
-    metric_weights: dict[str, str] | None = None
-    """What metrics without a count are means over; None where that is not known."""
+    history: History = field(default_factory=History)
     step: int = 0
     """Number of steps done."""
-    micro_batches: int = 0
     phase: Phase = Phase.START
-    stop_reason: str | None = None
-    asked_here: str | None = None
-    """Reason for which code in this process wants the run to stop."""
-    stop_error: ColotrainError | None = None
-    """Error that the run raises once it has saved; None where it just stops."""
-    best: tuple[int, float] | None = None
-    """Step and value of the best evaluation so far, where its checkpoint is to be kept."""
-    evaluations: Evaluations = field(default_factory=lambda: Evaluations(last_step=-1))
-    """The evaluations so far, by `train.stop_early`."""
-    saved_step: int = -1
-    can_be_saved: bool = False
-    """Whether the state was checked and a checkpoint can hold it."""
-    restored: set[str] = field(default_factory=set)
-    """Names of the parameters that came from a checkpoint."""
-    skipped_batches: int = 0
-    """Global batches that rollbacks skipped."""
-    rollbacks: int = 0
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Tiers of parameters, gradients and optimizer state; None where all stay on the device."""
+        return self.optimizer.tiers
 
     def at(self, phase: Phase) -> None:
         """Note what this rank does now, for the event of a failure, and send a heartbeat."""
@@ -154,19 +163,7 @@ class Run:
         """Step that `phase` is part of, from 1; what follows a step belongs to the finished one."""
         return self.step + (self.phase not in AFTER_A_STEP)
 
-    def ask_to_stop(self, reason: str, *, error: ColotrainError | None = None) -> None:
-        """Save and end the run on all ranks as soon as possible. Any thread of any rank may call.
-
-        A long step is left unfinished. With `error` the step gets no time to finish, and the run
-        fails with the error; otherwise the run ends as after `colotrain stop`.
-        """
-        self.stop_error, self.asked_here = error, reason
-
-    def reason_to_stop(self) -> str | None:
-        """Return why this rank wants the run to stop; None where it does not."""
-        return self.asked_here or self.stop_requested()
-
     @property
     def batch_index(self) -> int:
         """Index, in the data's order, of the global batch that the next step reads."""
-        return self.step + self.skipped_batches
+        return self.step + self.history.skipped_batches

@@ -71,7 +71,7 @@ def find_targets(run: Run) -> None:
     if plan.mesh.cp > 1 and not loss_trial.sums_tokens(model):  # it returns (loss_sum, count)
         return
     run.at(Phase.TRIAL_FORWARD)
-    samples = {name: tensor.to(run.device) for name, tensor in run.trial.items()}
+    samples = {name: tensor.to(run.device) for name, tensor in run.targets.samples.items()}
     with uncompiled(run.plan, True):
         found = loss_trial.examine(
             model,
@@ -84,7 +84,7 @@ def find_targets(run: Run) -> None:
     if problem := loss_trial.problem_of(found, plan.model, plan.data):
         raise ConfigError([problem])
     setattr(model, TARGETS, found.rule)
-    run.nominal_targets = float(plan.batch.global_batch * found.rule.per_sample(samples))
+    run.targets.nominal = float(plan.batch.global_batch * found.rule.per_sample(samples))
     for text in loss_trial.notes_of(found) if run.rank == 0 and not run.step else ():
         if text not in plan.warnings:
             run.events.write(Note(text=f"warning: {text}" if found.against else text))

@@ -62,7 +62,7 @@ def ask_teacher_(run: Run) -> None:
         ("train", run.train_data, run.plan.train.max_steps * run.plan.batch.global_batch),
         ("validation", run.validation_data, run.validation_data and run.validation_data.end),
     ):
-        if loader is None or not positions or run.stop_reason is not None:
+        if loader is None or not positions or run.stop.reason is not None:
             continue
         samples = loader.samples
         assert isinstance(samples, WithTeacher)

@@ -21,7 +21,6 @@ from colotrain.data.prepare.identity import files_in_place
 from colotrain.data.prepare.tokens import prepare_all
 from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples, notes_of
-from colotrain.dotted import import_target
 from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
@@ -44,7 +43,7 @@ from colotrain.engine.probes import own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.recording import record_failure, record_peak_flops
 from colotrain.engine.references import add_references_
-from colotrain.engine.run_state import Run
+from colotrain.engine.run_state import Run, Stop, Targets
 from colotrain.engine.step.train import train
 from colotrain.engine.targets import agree_on_targets
 from colotrain.engine.teacher import ask_teacher_
@@ -225,28 +224,24 @@ def assemble(
         device=device,
         sharded=sharded,
         optimizer=optimizer,
-        tiers=building.tiers,
         gradients=gradients.watch(sharded),
-        nominal_targets=targets[0],
-        trial=targets[1],
+        targets=Targets(*targets),
         train_data=data[0],
         validation_data=data[1],
         events=events,
         loss_scale=LossScale.for_precision(plan.train.precision),
-        stop_requested=stop,
+        stop=Stop(stop),
         saver=Saver.make(plan, building.rundir, events),
-        sources={} if rank else sources_of(plan, shards, num_samples=len(samples)),
-        files_in_place=files_in_place(shards),
         copies=start.copies,
         heartbeat=heartbeat or HeartbeatWriter(),
     )
+    run.saver.sources = {} if rank else sources_of(plan, shards, num_samples=len(samples))
+    run.saver.files_in_place = files_in_place(shards)
     if sharded.stage.count > 1:
         run.heartbeat.stage = sharded.stage.index
     run.saver.beat = lambda: run.at(run.phase)
     if isinstance(samples, StreamSamples):
         samples.beat = run.saver.beat
-    if plan.train.metrics:
-        run.metrics = import_target("train.metrics", plan.train.metrics)
     return run
 
 

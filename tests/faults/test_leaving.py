@@ -57,7 +57,7 @@ class Model(nn.Module):
         else:
             [run] = [o for o in gc.get_objects() if isinstance(o, Run)]
             error = ColotrainError("memory is nearly used up", "lower train.micro_batch")
-            run.ask_to_stop("no memory", error=error)
+            run.stop.ask("no memory", error=error)
         time.sleep(600)
 
 

@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from colotrain.engine.checkpoint.manifest import Evaluations
+from colotrain.engine.checkpoint.manifest import History
 from colotrain.engine.early_stopping import note_evaluation, why_over
 from colotrain.engine.evaluation import _is_best
 
@@ -17,7 +17,7 @@ def run(metric: str, mode: str = "min") -> Any:
         plan=SimpleNamespace(checkpoint=SimpleNamespace(best_metric=metric, best_mode=mode)),
         step=1,
         rank=0,
-        best=None,
+        history=History(),
         notes=notes,
         events=SimpleNamespace(write=lambda note: notes.append(note.text)),
     )
@@ -26,7 +26,7 @@ def run(metric: str, mode: str = "min") -> Any:
 def test_the_validation_loss_is_the_runs_whatever_the_model_calls_its_metrics() -> None:
     one = run("validation_loss")
     assert _is_best(one, 2.0, {"validation_loss": 0.0})
-    assert one.best == (1, 2.0)
+    assert one.history.best == (1, 2.0)
     assert _is_best(one, 1.0, {"validation_loss": 3.0})
 
 
@@ -45,12 +45,12 @@ def test_an_evaluation_that_only_the_end_asked_for_does_not_count_for_an_early_e
     rule = SimpleNamespace(metric="accuracy", mode="max", patience=2, min_delta=0.0)
     one: Any = SimpleNamespace(
         plan=SimpleNamespace(train=SimpleNamespace(stop_early=rule, eval_every=2)),
-        evaluations=Evaluations(last_step=-1),
+        history=History(),
     )
     for one.step in (0, 2, 4, 5):
         note_evaluation(one, {"accuracy": 0.5})
-    assert one.evaluations.waited == 1
-    assert one.evaluations.last_step == 5
+    assert one.history.evaluations.waited == 1
+    assert one.history.evaluations.last_step == 5
     assert why_over(one) is None
     one.step = 6
     note_evaluation(one, {"accuracy": 0.5})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colotrain.data.read.teacher import WithTeacher
 from colotrain.engine import teacher
+from colotrain.engine.run_state import Stop
 from colotrain.models import loss as chunked
 from colotrain.models.distillation import TEACHER, as_teacher, learning_from_teacher
 from colotrain.models.llm import LLM
@@ -116,15 +117,15 @@ def test_a_run_that_is_asked_to_stop_keeps_what_its_teacher_said(
         plan=SimpleNamespace(
             batch=SimpleNamespace(micro_batch=3), model=SimpleNamespace(distill=plan)
         ),
-        **{"device": torch.device("cpu"), "rank": 0, "stop_reason": None, "at": lambda phase: None},
-        reason_to_stop=lambda: reasons.pop(0) if reasons else None,
+        **{"device": torch.device("cpu"), "rank": 0, "at": lambda phase: None},
+        stop=Stop(lambda: reasons.pop(0) if reasons else None),
     )
     samples, whole = (WithTeacher(own, tmp_path / name, "train", 11) for name in ("a", "b"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         teacher.compute(run, model, samples, [*range(10)])
-        assert run.stop_reason == "SIGTERM"
-        run.stop_reason = None
+        assert run.stop.reason == "SIGTERM"
+        run.stop.reason = None
         teacher.compute(run, model, whole, [*range(10)])
     finally:
         dist.destroy_process_group()

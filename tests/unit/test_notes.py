@@ -13,6 +13,7 @@ import torch.distributed as dist
 from colotrain.engine import monitor
 from colotrain.engine.monitor import LEFT, Monitor
 from colotrain.engine.notes import Notes, round_key
+from colotrain.engine.run_state import Stop
 from colotrain.errors import ColotrainError
 from colotrain.spec.elastic import ROUND_KEY
 
@@ -47,7 +48,7 @@ def test_what_a_stranger_writes_ends_no_step(store: dist.HashStore, how: str) ->
     """`step-left` of the step that is under way made all ranks save, and the run end."""
     forge(store, how)
     progress = SimpleNamespace(undecided=True)
-    run: Any = SimpleNamespace(progress=progress, reason_to_stop=lambda: None)
+    run: Any = SimpleNamespace(progress=progress, stop=Stop(lambda: None))
     watching, last = Monitor(run), SimpleNamespace(step=7)
     notes = Notes(store, "key")
     assert watching._reason(run, last, notes) is None  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from colotrain.data.prepare.conversations import CHATML, Renderer
 from colotrain.data.prepare.records import BadRecord
 from colotrain.engine import references
+from colotrain.engine.run_state import Stop
 from colotrain.models.llm import LLM
 from colotrain.models.preferences import loss_of
 from colotrain.rundir import RunDir
@@ -110,20 +111,20 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows_of_the_reference(
         plan=SimpleNamespace(batch=SimpleNamespace(micro_batch=3)),
         sharded=SimpleNamespace(module=model, calls={}),
         device=torch.device("cpu"),
-        **{"rank": 0, "stop_reason": None, "at": lambda phase: None},
-        reason_to_stop=lambda: reasons.pop(0) if reasons else None,
+        **{"rank": 0, "at": lambda phase: None},
+        stop=Stop(lambda: reasons.pop(0) if reasons else None),
         rundir=RunDir(tmp_path),
     )
     monkeypatch.setattr(references, "reshard", lambda sharded: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = references.compute(run, loader, np.arange(10))
-        assert run.stop_reason == "SIGTERM"
-        run.stop_reason = None
+        assert run.stop.reason == "SIGTERM"
+        run.stop.reason = None
         whole = references.compute(run, loader, np.arange(10))
     finally:
         dist.destroy_process_group()
-    assert run.stop_reason is None
+    assert run.stop.reason is None
     assert not whole.isnan().any()
     assert torch.equal(found[:6], whole[:6])
     assert found[6:].isnan().all()

@@ -31,7 +31,7 @@ def plan_of(path: Path, **changes: Any) -> DataPlan:
 
 
 def warned(now: dict[str, str], then: dict[str, str], *settings: str) -> list[str]:
-    run: Any = SimpleNamespace(sources=now)
+    run: Any = SimpleNamespace(saver=SimpleNamespace(sources=now))
     manifest: Any = SimpleNamespace(sources=then, step=4)
     return [*warnings_of(run, manifest, [*settings])]
 
@@ -91,7 +91,7 @@ def test_data_that_change_before_a_restart_from_memory_are_told(
         rank=0,
         step=4,
         plan=plan_of(Path("text.txt")),
-        sources={"data": "now"},
+        saver=SimpleNamespace(sources={"data": "now"}),
         events=SimpleNamespace(write=lambda event: told.append(getattr(event, "text", ""))),
     )
     for then in ("now", "before"):
@@ -120,7 +120,7 @@ def test_token_files_that_change_while_they_are_read_are_told_once(
     files = files_in_place([s for f in (tokens, text) for s in prepare_all(plan_of(f))])
     assert list(files) == [tokens]
     events = SimpleNamespace(write=lambda event: told.append(event.text))
-    run: Any = SimpleNamespace(step=4, files_in_place=files, events=events)
+    run: Any = SimpleNamespace(step=4, saver=SimpleNamespace(files_in_place=files), events=events)
     tell_changed_files(run)
     assert told == []
     os.truncate(tokens, 200)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.engine.accumulation import weighted_loss
+from colotrain.engine.checkpoint.manifest import History
 from colotrain.engine.gradients import gradients
 from colotrain.engine.loss_trial import examine
 from colotrain.engine.precision import cast_inputs
@@ -160,7 +161,7 @@ def test_a_second_pass_over_a_step_leaves_buffers_as_they_were(
     run: Any = SimpleNamespace(
         tiers=None,
         phase=Phase.DATA,
-        micro_batches=4,
+        history=History(micro_batches=4),
         at=lambda phase: None,
         device=torch.device("cpu"),
         sharded=SimpleNamespace(module=norm),

@@ -45,7 +45,7 @@ def save(run: Run) -> None:
 
     The end of a smoke run is not saved: its first step was, and that checkpoint was read back.
     """
-    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
+    if not run.plan.checkpoint.enabled or run.saver.saved_step == run.step:
         return
     if run.plan.smoke and run.step == run.plan.train.max_steps:
         return
@@ -54,7 +54,7 @@ def save(run: Run) -> None:
     # tensors on disk are not copied to memory but written before training continues
     background = run.tiers is None or not run.tiers.placement.streams
     run.saver.begin(pieces_of(run), manifest_of(run), background=background)
-    run.saved_step = run.step
+    run.saver.saved_step = run.step
 
 
 def try_saving(run: Run) -> None:
@@ -62,11 +62,11 @@ def try_saving(run: Run) -> None:
 
     All ranks must call.
     """
-    if not run.plan.checkpoint.enabled or run.can_be_saved:
+    if not run.plan.checkpoint.enabled or run.saver.can_be_saved:
         return
     run.optimizer.refuse_other_state()
     tensors_of(run)
-    run.can_be_saved = True
+    run.saver.can_be_saved = True
 
 
 def finish_saving(run: Run) -> None:
@@ -78,7 +78,7 @@ def finish_saving(run: Run) -> None:
     error = run.saver.wait()
     dist.barrier()  # rank 0 hosts the store and must not end before the others
     if error is not None:
-        raise unsaved(run, run.saved_step, error)
+        raise unsaved(run, run.saver.saved_step, error)
 
 
 def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
@@ -98,23 +98,23 @@ def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
     return Manifest(
         step=run.step,
         optimizer_steps=run.optimizer.steps,
-        micro_batches=run.micro_batches,
+        micro_batches=run.history.micro_batches,
         loss_scale=run.loss_scale.scale if run.loss_scale.dynamic else None,
         clean_steps=run.loss_scale.clean_steps,
         world_size=dist.get_world_size(),
         plugin=run.plan.plugin.name,
         global_batch=run.plan.batch.global_batch,
-        skipped_batches=run.skipped_batches,
-        rollbacks=run.rollbacks,
-        best_step=run.best[0] if run.best else None,
-        best_value=run.best[1] if run.best else None,
-        evaluations=run.evaluations,
+        skipped_batches=run.history.skipped_batches,
+        rollbacks=run.history.rollbacks,
+        best_step=run.history.best[0] if run.history.best else None,
+        best_value=run.history.best[1] if run.history.best else None,
+        evaluations=run.history.evaluations,
         frozen=run.sharded.parts.frozen,
         plan={} if progress_only else to_plain(run.plan),
         versions={} if progress_only else _versions(),
         left_out=spared,
         began_with=began_with(run) if spared and not progress_only else {},
-        sources=run.sources,
+        sources=run.saver.sources,
         written_at=time.time(),
     )
 
@@ -160,7 +160,7 @@ def restore(run: Run, path: Path) -> None:
     except OSError as error:
         raise ColotrainError(f"{path}: {error}", "see the run's logs") from error
     if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
-        run.saved_step = run.step
+        run.saver.saved_step = run.step
     if run.rank == 0:
         run.events.write(Resumed(step=run.step, path=str(path)))
 
@@ -189,7 +189,9 @@ def fill(
             f"{path}: holds no {missing[0]} ({len(missing)} missing)",
             "resume with the model that the checkpoint was made from",
         )
-    run.restored |= {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    run.saver.restored |= {
+        name.removeprefix("model.") for name in stored if name.startswith("model.")
+    }
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
     base, same_ranks = {}, _has_same_ranks(run, manifest)
     if same_ranks:
@@ -292,12 +294,12 @@ def _without_skipped(
 def _restore_progress(run: Run, manifest: Manifest) -> None:
     run.step = manifest.step
     run.optimizer.steps = manifest.optimizer_steps
-    run.micro_batches = manifest.micro_batches
-    run.skipped_batches = manifest.skipped_batches
-    run.rollbacks = max(run.rollbacks, manifest.rollbacks)
+    run.history.micro_batches = manifest.micro_batches
+    run.history.skipped_batches = manifest.skipped_batches
+    run.history.rollbacks = max(run.history.rollbacks, manifest.rollbacks)
     if manifest.best_step is not None and manifest.best_value is not None:
-        run.best = manifest.best_step, manifest.best_value
-    run.evaluations = manifest.evaluations
+        run.history.best = manifest.best_step, manifest.best_value
+    run.history.evaluations = manifest.evaluations
     if run.loss_scale.dynamic and manifest.loss_scale is not None:
         run.loss_scale.scale = manifest.loss_scale
         run.loss_scale.clean_steps = manifest.clean_steps

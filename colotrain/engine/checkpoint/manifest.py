@@ -51,6 +51,19 @@ class Evaluations:
     """Number of evaluations since that one."""
 
 
+@dataclass(slots=True, kw_only=True)
+class History:
+    """What happened in the steps so far, as far as later ones depend on it."""
+
+    micro_batches: int = 0
+    skipped_batches: int = 0
+    """Global batches that rollbacks skipped."""
+    rollbacks: int = 0
+    best: tuple[int, float] | None = None
+    """Step and value of the best evaluation so far, where its checkpoint is to be kept."""
+    evaluations: Evaluations = field(default_factory=lambda: Evaluations(last_step=-1))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The description of a checkpoint, beside its tensors."""

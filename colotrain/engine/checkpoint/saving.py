@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,6 +53,15 @@ class Saver:
     began_at: float = field(default_factory=time.monotonic)
     """Monotonic seconds at which the last save, or else this attempt, began."""
     current: Save | None = None
+    saved_step: int = -1
+    can_be_saved: bool = False
+    """Whether the state was checked and a checkpoint can hold it."""
+    restored: set[str] = field(default_factory=set)
+    """Names of the parameters that came from a checkpoint."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Identities of the data and models that are read; on rank 0, which writes manifests."""
+    files_in_place: dict[Path, str] = field(default_factory=dict)
+    """Token files that are read where they are, with their versions; on rank 0."""
     image: Tensor | None = None
     """Memory for copies, laid out like the file; pages take memory once copies are written."""
 

@@ -42,9 +42,9 @@ def tell_changed_files(run: Run) -> None:
 
     They are read in place, step by step: the samples are no longer those of the steps before.
     """
-    for path, version in versions_of(run.files_in_place).items():
-        if version != run.files_in_place[path]:
-            run.files_in_place[path] = version
+    for path, version in versions_of(run.saver.files_in_place).items():
+        if version != run.saver.files_in_place[path]:
+            run.saver.files_in_place[path] = version
             what = f"warning: {path} has changed while the run reads it"
             text = f"{what}: the samples after step {run.step} may be others than before"
             run.events.write(Note(text=text))
@@ -55,7 +55,7 @@ def warnings_of(run: Run, manifest: Manifest, settings: list[str]) -> Iterator[s
 
     `settings` are those that decide the order of samples and differ.
     """
-    now, then, step = run.sources, manifest.sources, manifest.step
+    now, then, step = run.saver.sources, manifest.sources, manifest.step
     different = {kind for kind in now.keys() & then.keys() if now[kind] != then[kind]}
     changed = "the order of samples changes at step"
     some = "some may come twice or not at all"

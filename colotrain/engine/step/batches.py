@@ -32,7 +32,7 @@ class Batches:
                 batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
             run.at(Phase.COMPUTE)
             run.progress.at_micro_batch(index, of=num, calls=len(run.sharded.calls))
-            run.micro_batches += 1
+            run.history.micro_batches += 1
             yield batch
 
     def totals(self) -> StepTotals:
@@ -40,7 +40,7 @@ class Batches:
         run = self.run
         nothing = torch.zeros(3, dtype=torch.float64, device=run.device)
         return StepTotals(
-            nominal=run.nominal_targets,
+            nominal=run.targets.nominal,
             loss_scale=run.loss_scale.scale,
             loss_sum=nothing[0],
             count=nothing[1],
@@ -52,7 +52,7 @@ class Batches:
     def again(self, *, phase: Phase) -> Iterator[Batches]:
         """Yield the same micro-batches, for a pass with the same weights and random numbers."""
         run = self.run
-        before, done = run.phase, run.micro_batches
+        before, done = run.phase, run.history.micro_batches
         run.at(phase)
         generators.set_states(run.device, self.generators)
         gradients.clear_(run.sharded.module)
@@ -61,5 +61,5 @@ class Batches:
         if run.tiers is not None:
             run.tiers.transfers.wait_for_gradients()
         gradients.drop_unused_(run.gradients)
-        run.micro_batches = done  # the second pass is not training
+        run.history.micro_batches = done  # the second pass is not training
         run.at(before)

@@ -46,8 +46,8 @@ class StopRequests(Participant):
 
     def asks(self) -> Mapping[str, Ask]:
         run = self.run
-        run.stop_reason = run.reason_to_stop() or (READ_BACK if self.leaves_early else None)
-        return {"stop": Any_(run.stop_reason is not None)}
+        run.stop.reason = run.stop.wanted() or (READ_BACK if self.leaves_early else None)
+        return {"stop": Any_(run.stop.reason is not None)}
 
 
 class SameBlocks(Participant):
@@ -167,7 +167,7 @@ class Saving(Participant):
 
     def _is_due(self, result: StepResult | None) -> bool:
         run = self.run
-        is_best = run.best is not None and run.best[0] == run.step
+        is_best = run.history.best is not None and run.history.best[0] == run.step
         due = is_best or is_due(run.step, run.plan.checkpoint.every)
         if result is not None:  # a run that stops is saved in any case
             return not result.stops and (result.agreed["save"] or due)

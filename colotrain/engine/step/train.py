@@ -33,7 +33,7 @@ def train(run: Run, *others: Participant) -> str:
     `others` take part after the participants that every run has. Returns "finished" or "stopped";
     the state is saved in both cases.
     """
-    if run.stop_reason is not None:  # while the run was prepared
+    if run.stop.reason is not None:  # while the run was prepared
         return save_and_stop(run)
     find_targets(run)
     clock = StepClock(run.device)
@@ -137,9 +137,9 @@ def save_and_stop(run: Run) -> str:
         run.copies.every = 1  # nothing else keeps the steps since the last copy
         copy_to_memory(run)
     finish_copy(run)
-    if run.stop_error is not None:
-        raise run.stop_error
-    run.events.write(WorkerStopped(step=run.step, reason=run.stop_reason or "another rank"))
+    if run.stop.error is not None:
+        raise run.stop.error
+    run.events.write(WorkerStopped(step=run.step, reason=run.stop.reason or "another rank"))
     return "stopped"
 
 
