@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 
 from colotrain import resolve
 from colotrain.engine.process import StopRequest, connect
-from colotrain.engine.recording import StepRecords
+from colotrain.engine.step.recording import StepRecords
 from colotrain.engine.step.train import train
 from colotrain.engine.worker import announce, prepare
 from colotrain.events.log import EventWriter

@@ -17,7 +17,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from colotrain.engine.profiling import Profiler
+from colotrain.engine.step.profiling import Profiler
 from colotrain.events.kinds import Step, Traced
 from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir

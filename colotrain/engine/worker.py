@@ -21,7 +21,6 @@ from colotrain.data.prepare.identity import files_in_place
 from colotrain.data.prepare.tokens import prepare_all
 from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples, notes_of
-from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.build.transforms import Build, transform_
@@ -41,9 +40,10 @@ from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.probes import own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
-from colotrain.engine.recording import record_failure, record_peak_flops
 from colotrain.engine.references import add_references_
 from colotrain.engine.run_state import Run, Stop, Targets
+from colotrain.engine.step import monitor
+from colotrain.engine.step.recording import record_failure, record_peak_flops
 from colotrain.engine.step.train import train
 from colotrain.engine.targets import agree_on_targets
 from colotrain.engine.teacher import ask_teacher_

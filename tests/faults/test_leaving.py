@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from colotrain.engine import monitor
+from colotrain.engine.step import monitor
 from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
 

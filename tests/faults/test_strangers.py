@@ -122,7 +122,7 @@ LONG = """
 import time
 import torch
 from torch import nn
-from colotrain.engine import monitor
+from colotrain.engine.step import monitor
 monitor.LONG_STEP_S = -1.0
 
 class Model(nn.Linear):

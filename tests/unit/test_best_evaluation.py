@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from colotrain.engine.checkpoint.manifest import History
-from colotrain.engine.early_stopping import note_evaluation, why_over
-from colotrain.engine.evaluation import _is_best
+from colotrain.engine.step.evaluation import _is_best, note_evaluation, why_over
 
 
 def run(metric: str, mode: str = "min") -> Any:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from colotrain.__main__ import print_bug
 from colotrain.cli.main import guarded
-from colotrain.engine.recording import record_failure
+from colotrain.engine.step.recording import record_failure
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError, shortened
 from colotrain.events.log import EventWriter, read
 from colotrain.rundir import RunDir

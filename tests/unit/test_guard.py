@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from colotrain.engine.checkpoint.shard_file import all_finite
-from colotrain.engine.guard import checksum, minority, sum_of_bits
+from colotrain.engine.raw_bytes import checksum, sum_of_bits
+from colotrain.engine.step.guard import minority
 
 
 @pytest.mark.parametrize(

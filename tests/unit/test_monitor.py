@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.engine.monitor import ALMOST, share_of_micro_batch
 from colotrain.engine.run_state import Run
+from colotrain.engine.step.monitor import ALMOST, share_of_micro_batch
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
 from colotrain.spec.phases import Phase
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from colotrain.engine import monitor
-from colotrain.engine.monitor import LEFT, Monitor
 from colotrain.engine.notes import Notes, round_key
 from colotrain.engine.run_state import Stop
+from colotrain.engine.step import monitor
+from colotrain.engine.step.monitor import LEFT, Monitor
 from colotrain.errors import ColotrainError
 from colotrain.spec.elastic import ROUND_KEY
 

@@ -3,7 +3,7 @@
 import math
 import random
 
-from colotrain.engine.spikes import MIN_STEPS, LossSpikes
+from colotrain.engine.step.recording import MIN_STEPS, LossSpikes
 
 
 def test_noise_around_a_falling_loss_is_no_spike() -> None:

@@ -15,8 +15,8 @@ from colotrain.engine.checkpoint import plain_state
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import unfrozen_later
-from colotrain.engine.guard import checksum
 from colotrain.engine.parts.part_map import Part, local_part
+from colotrain.engine.raw_bytes import checksum
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
 from colotrain.torch_internals import is_persistent

@@ -13,14 +13,12 @@ from torch import nn
 from colotrain.dotted import import_target
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
-from colotrain.engine.evaluation import Evaluator
-from colotrain.engine.guard import Guard
-from colotrain.engine.monitor import StepDurations
-from colotrain.engine.profiling import Profiler
-from colotrain.engine.recording import GradientRecords, StepRecords
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.evaluation import Evaluator
+from colotrain.engine.step.guard import Guard
+from colotrain.engine.step.monitor import StepDurations
 from colotrain.engine.step.participant import (
     Agreed,
     Any_,
@@ -30,6 +28,8 @@ from colotrain.engine.step.participant import (
     Same,
     StepResult,
 )
+from colotrain.engine.step.profiling import Profiler
+from colotrain.engine.step.recording import GradientRecords, StepRecords
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
 from colotrain.spec.axes import STAGE

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from colotrain.engine import monitor
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
-from colotrain.engine.early_stopping import is_over, why_over
 from colotrain.engine.gradients import gradients
-from colotrain.engine.rollback import freeze_as_of, skip_
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sums import average_statistics_
+from colotrain.engine.step import monitor
 from colotrain.engine.step.batches import Batches
 from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.evaluation import is_over, why_over
 from colotrain.engine.step.participant import Agreed, Participant, StepResult, answers_of
 from colotrain.engine.step.participants import participants_of
+from colotrain.engine.step.rollback import freeze_as_of, skip_
 from colotrain.engine.targets import find_targets
 from colotrain.engine.waiting import waiting
 from colotrain.events.kinds import Note, WorkerFinished, WorkerStopped

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from colotrain.engine import exchange
 from colotrain.engine.parts.part_map import local_part
-from colotrain.engine.raw_bytes import bytes_of
+from colotrain.engine.raw_bytes import checksum
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
@@ -32,9 +31,6 @@ from colotrain.records import from_plain, to_plain
 from colotrain.spec.axes import DP_REPLICATE, STAGE, TP
 from colotrain.spec.batch import is_due
 from colotrain.spec.phases import Phase
-
-PIECE = 1 << 22
-"""Numbers of 8 bytes that are summed at once."""
 
 
 class Corruption(RuntimeError):
@@ -88,30 +84,6 @@ class Guard(Participant):
             found = _differing(run)
             if found:
                 _judge(run, found, _differing(run))
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return a number that any flipped bit changes, and (almost surely) any change of order.
-
-    On the CPU it is a hash; elsewhere the sum of the bits as integers, each times its own odd
-    number.
-    """
-    if tensor.device.type == "cpu":
-        return int(xxhash.xxh3_64_intdigest(bytes_of(tensor))) - (1 << 63)
-    return sum_of_bits(tensor.detach().contiguous().view(-1).view(torch.uint8))
-
-
-def sum_of_bits(flat: Tensor) -> int:
-    """Return the checksum of bytes that are not on the CPU."""
-    if flat.storage_offset() % 8:  # a view at an offset that int64 does not allow
-        flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    total = flat[whole:].sum(dtype=torch.int64)
-    for start, piece in enumerate(flat[:whole].view(torch.int64).split(PIECE)):
-        first = 2 * start * PIECE + 1
-        odd = torch.arange(first, first + 2 * piece.numel(), 2, device=flat.device)
-        total = total + (piece * odd).sum()
-    return int(total.item())
 
 
 def _sums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import traceback
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +22,6 @@ from colotrain.engine.precision import dtype_of
 from colotrain.engine.pressure import PressureMeter
 from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.run_state import Run
-from colotrain.engine.spikes import LossSpikes
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Any_, Ask, Participant, StepResult
 from colotrain.errors import MOST_WRITTEN, ColotrainError, message_of, shortened
@@ -35,6 +37,10 @@ FIX_MEMORY = (
     "set train.micro_batch=1 or train.activation_checkpointing=full, or take plugin=gemini with "
     "a lower plugin.budget"
 )
+WINDOW = 128
+SIGMAS = 6.0
+MIN_STEPS = 32
+"""Steps before the mean and deviation are used."""
 
 
 def record_peak_flops(events: EventWriter, precision: str, device: torch.device) -> None:
@@ -91,6 +97,31 @@ class GradientRecords(Participant):
                 run.rundir.grads_request_file.unlink(missing_ok=True)
                 run.events.write(replace(gradients, noise=self.noise))
         self.clock.lap("optimizer_s")
+
+
+@dataclass(slots=True)
+class LossSpikes:
+    """The losses of the last 128 steps."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def check(self, loss: float) -> str | None:
+        """Return a warning if `loss` is over 6 σ above the window's mean, and add it to the window.
+
+        A loss that is not finite is not added; other code reports it.
+        """
+        if not math.isfinite(loss):
+            return None
+        warning = None
+        if len(self.recent) >= MIN_STEPS:
+            mean, sigma = statistics.fmean(self.recent), statistics.pstdev(self.recent)
+            if loss > mean + SIGMAS * sigma > mean:
+                warning = (
+                    f"loss {loss:.4f} is {(loss - mean) / sigma:.0f} σ above the last "
+                    f"{len(self.recent)} steps' {mean:.4f}"
+                )
+        self.recent.append(loss)
+        return warning
 
 
 class StepRecords(Participant):

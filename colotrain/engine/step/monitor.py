@@ -32,10 +32,10 @@ from colotrain.engine.checkpoint.pieces import pieces_of
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.notes import Notes
 from colotrain.engine.process import patience_s
-from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, StepResult
+from colotrain.engine.step.recording import record_failure
 from colotrain.events import kinds
 from colotrain.spec.phases import Phase
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from colotrain.engine.early_stopping import is_over
 from colotrain.engine.run_state import Run
 from colotrain.engine.spans import Spans
+from colotrain.engine.step.evaluation import is_over
 from colotrain.engine.step.participant import Any_, Ask, Participant, StepResult
 from colotrain.errors import message_of
 from colotrain.events.kinds import Note, Traced
