@@ -17,6 +17,9 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.profiling import Profiler
 from colotrain.events.kinds import Step, Traced
 from colotrain.events.log import EventReader
@@ -99,7 +102,7 @@ def look_s(rundir: RunDir) -> float:
     run: Any = SimpleNamespace(
         plan=SimpleNamespace(train=SimpleNamespace(profile=None)), step=0, rank=0, rundir=rundir
     )
-    profiler, began = Profiler(run), time.perf_counter()
+    profiler, began = Profiler(run, StepClock(torch.device("cpu"))), time.perf_counter()
     for _ in range(LOOKS):
         profiler._begin_step()
         asked = rundir.profile_request() is not None

@@ -57,6 +57,10 @@ class StepTotals:
         self.count = self.count.to(count.device) + count.double()
         self.micro_batches += 1
 
+    def sums(self) -> Tensor:
+        """Return loss, targets and odd micro-batches, float64 [3]."""
+        return torch.stack((self.loss_sum, self.count, self.odd))
+
     def gradient_factor(self, global_count: float) -> float:
         """Return the factor from summed gradients to the mean over `global_count` targets."""
         return self.nominal / ((global_count or 1.0) * self.loss_scale)

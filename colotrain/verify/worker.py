@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
         recorder = Recorder()
         run.plan = replace(plan, train=replace(plan.train, on_gradients=None))
         with without_dropout(run.sharded.module):
-            outcome = train(run, OnGradients(run, recorder.record))
+            outcome = train(run, partial(OnGradients, function=recorder.record))
         scale = run.loss_scale.scale
         if scale >= began_with or outcome == "stopped":
             break

@@ -23,6 +23,15 @@ class Batches:
         self.run, self.clock = run, clock
         self.generators = generators.states(run.device)
         """State of the random number generators before the step."""
+        nothing = torch.zeros(3, dtype=torch.float64, device=run.device)
+        self.totals = StepTotals(
+            nominal=run.targets.nominal,
+            loss_scale=run.loss_scale.scale,
+            loss_sum=nothing[0],
+            count=nothing[1],
+            odd=nothing[2],
+            asks_odd=run.step == 0,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         run, num = self.run, self.run.plan.batch.accumulation_steps
@@ -34,19 +43,6 @@ class Batches:
             run.progress.at_micro_batch(index, of=num, calls=len(run.sharded.calls))
             run.history.micro_batches += 1
             yield batch
-
-    def totals(self) -> StepTotals:
-        """Return sums to which a pass over the micro-batches adds."""
-        run = self.run
-        nothing = torch.zeros(3, dtype=torch.float64, device=run.device)
-        return StepTotals(
-            nominal=run.targets.nominal,
-            loss_scale=run.loss_scale.scale,
-            loss_sum=nothing[0],
-            count=nothing[1],
-            odd=nothing[2],
-            asks_odd=run.step == 0,
-        )
 
     @contextmanager
     def again(self, *, phase: Phase) -> Iterator[Batches]:

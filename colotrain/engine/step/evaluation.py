@@ -21,6 +21,7 @@ from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
 from colotrain.engine.loss_trial import sums_tokens
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.monitor import interruptible
 from colotrain.engine.step.participant import Participant, StepResult
 from colotrain.engine.step.text_samples import write_samples
@@ -41,8 +42,8 @@ Evaluated = tuple[Tensor, Tensor, Any, Any]
 class Evaluator(Participant):
     """Evaluates between two steps, and has the model continue prompts."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        super().__init__(run, clock)
         self.metrics: Callable[[Batch, Any], Any] | None = None
         """The function `train.metrics`."""
         if dotted := run.plan.train.metrics:

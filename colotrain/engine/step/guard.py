@@ -25,6 +25,7 @@ from colotrain.engine.raw_bytes import checksum
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
@@ -58,8 +59,8 @@ class Finding:
 class Guard(Participant):
     """Searches for corruption every `elastic.check_every` steps."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        super().__init__(run, clock)
         self.checksums: dict[str, int] | None = None
         """Checksums of this rank's state after the last update, until the next one."""
 

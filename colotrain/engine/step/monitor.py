@@ -33,7 +33,6 @@ from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.notes import Notes
 from colotrain.engine.process import patience_s
 from colotrain.engine.run_state import LastStep, Run
-from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, StepResult
 from colotrain.engine.step.recording import record_failure
 from colotrain.events import kinds
@@ -85,9 +84,6 @@ def interruptible(run: Run, what: str = "step") -> Iterator[None]:
 
 class StepDurations(Participant):
     """Expects the next step to last as long: whether it may be left, and when a rank is silent."""
-
-    def __init__(self, run: Run, clock: StepClock) -> None:
-        self.run, self.clock = run, clock
 
     def asks(self) -> Mapping[str, Ask]:
         # a GPU has not done yet what the host has queued: of it, the step before is known

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from colotrain.engine.accumulation import StepTotals
+from colotrain.engine.run_state import Run
 from colotrain.engine.step.batches import Batches
+from colotrain.engine.step.clock import StepClock
 
 
 class Ask(Protocol):
@@ -100,7 +101,6 @@ class Agreed:
     grad_norm: float
     answers: Mapping[str, Any]
     """Name of an ask → its answer."""
-    totals: StepTotals = field(repr=False)
     batches: Batches = field(repr=False)
 
     @property
@@ -128,6 +128,9 @@ class Participant:
 
     Every rank has the same participants in the same order (`participants.ORDER`).
     """
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        self.run, self.clock = run, clock
 
     def asks(self) -> Mapping[str, Ask]:
         """Return name → what to ask of all ranks, the same names on every rank."""

@@ -41,8 +41,9 @@ from colotrain.spec.plan import READ_BACK
 class StopRequests(Participant):
     """Tells all ranks that one is asked to stop; a smoke run stops after its first step."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.leaves_early = run, run.plan.smoke and run.step == 0
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        super().__init__(run, clock)
+        self.leaves_early = run.plan.smoke and run.step == 0
 
     def asks(self) -> Mapping[str, Ask]:
         run = self.run
@@ -52,9 +53,6 @@ class StopRequests(Participant):
 
 class SameBlocks(Participant):
     """Refuses a step in which ranks ran different blocks, or in another order."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
 
     def asks(self) -> Mapping[str, Ask]:
         sharded = self.run.sharded
@@ -73,9 +71,6 @@ class SameBlocks(Participant):
 class FirstStepNotes(Participant):
     """Says of the first step that it has no targets, or what may be taken for their number."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
     def before_update(self, agreed: Agreed) -> None:
         run = self.run
         if run.rank == 0 and run.step == 0 and not agreed.tokens:
@@ -92,9 +87,6 @@ class FirstStepNotes(Participant):
 
 class Placement(Participant):
     """Places groups in tiers anew, from the memory used so far, where a rank is short of memory."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
 
     def asks(self) -> Mapping[str, Ask]:
         tiers = self.run.tiers
@@ -130,9 +122,6 @@ class Placement(Participant):
 class MemoryCopying(Participant):
     """Copies the state after a step to the launcher's memory."""
 
-    def __init__(self, run: Run, clock: StepClock) -> None:
-        self.run, self.clock = run, clock
-
     def asks(self) -> Mapping[str, Ask]:
         finish_copy(self.run)  # only once the ranks have met may one of them begin the next copy
         copies = self.run.copies
@@ -150,9 +139,6 @@ class MemoryCopying(Participant):
 
 class Saving(Participant):
     """Writes checkpoints when they are due."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
 
     def asks(self) -> Mapping[str, Ask]:
         return {"save": Any_(self.run.saver.is_due())}
@@ -179,9 +165,12 @@ class Saving(Participant):
 class OnGradients(Participant):
     """Calls a function with the model when its gradients can be read: `train.on_gradients`."""
 
-    def __init__(self, run: Run, function: Callable[[nn.Module, int], Any] | None = None) -> None:
-        self.run, self.function, dotted = run, function, run.plan.train.on_gradients
-        if function is None and dotted:
+    def __init__(
+        self, run: Run, clock: StepClock, *, function: Callable[[nn.Module, int], Any] | None = None
+    ) -> None:
+        super().__init__(run, clock)
+        self.function = function
+        if dotted := run.plan.train.on_gradients:
             self.function = import_target("train.on_gradients", dotted)
 
     def before_update(self, agreed: Agreed) -> None:
@@ -190,31 +179,30 @@ class OnGradients(Participant):
             reshard(self.run.sharded)  # it may have changed what is frozen
 
 
-def participants_of(run: Run, clock: StepClock) -> list[Participant]:
-    """Return what takes part in the steps of `run`, in the one order of all three moments."""
-    return [
-        # What an answer decides for all others comes first.
-        StopRequests(run),
-        SameBlocks(run),
-        FirstStepNotes(run),
-        # Placement measures the memory of the step's own passes, before noise makes a second one.
-        Placement(run),
-        # Noise comes before statistics begin: afterwards gradients are those of the step again.
-        # A record is part of the update's time.
-        GradientRecords(run, clock),
-        # It reads the times of compute, reduction and update, which are complete now.
-        StepDurations(run, clock),
-        # A copy has its own time, and a step is recorded once that is known.
-        MemoryCopying(run, clock),
-        # A step is recorded before anything can fail that is no part of it.
-        StepRecords(run, clock),
-        # Corrupt values are found before they are evaluated or saved.
-        Guard(run),
-        # A checkpoint holds the evaluation of its step, which decides whether it is the best one.
-        Evaluator(run),
-        Saving(run),
-        # Users' code may change parameters, once they are compared and what is to be saved is kept.
-        OnGradients(run),
-        # A traced step contains all that the others do.
-        Profiler(run),
-    ]
+ORDER: tuple[Callable[[Run, StepClock], Participant], ...] = (
+    # What an answer decides for all others comes first.
+    StopRequests,
+    SameBlocks,
+    FirstStepNotes,
+    # Placement measures the memory of the step's own passes, before noise makes a second one.
+    Placement,
+    # Noise comes before statistics begin: afterwards gradients are those of the step again.
+    # A record is part of the update's time.
+    GradientRecords,
+    # It reads the times of compute, reduction and update, which are complete now.
+    StepDurations,
+    # A copy has its own time, and a step is recorded once that is known.
+    MemoryCopying,
+    # A step is recorded before anything can fail that is no part of it.
+    StepRecords,
+    # Corrupt values are found before they are evaluated or saved.
+    Guard,
+    # A checkpoint holds the evaluation of its step, which decides whether it is the best one.
+    Evaluator,
+    Saving,
+    # Users' code may change parameters, once they are compared and what is to be saved is kept.
+    OnGradients,
+    # A traced step contains all that the others do.
+    Profiler,
+)
+"""What takes part in the steps of every run, in the one order of all three moments."""

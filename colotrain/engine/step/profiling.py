@@ -11,6 +11,7 @@ import torch
 
 from colotrain.engine.run_state import Run
 from colotrain.engine.spans import Spans
+from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import is_over
 from colotrain.engine.step.participant import Any_, Ask, Participant, StepResult
 from colotrain.errors import message_of
@@ -24,8 +25,8 @@ class Profiler(Participant):
     Its failures are notes: a trace never ends a run.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        super().__init__(run, clock)
         self.planned = run.plan.train.profile
         self.window: ProfilePlan | None = None
         """Steps and ranks of the trace that is being taken, on whatever rank."""

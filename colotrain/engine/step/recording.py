@@ -58,7 +58,7 @@ class GradientRecords(Participant):
     """Writes statistics of every gradient, when they are due or asked for; and noise, if asked."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
-        self.run, self.clock = run, clock
+        super().__init__(run, clock)
         self.recorder: Recorder | None = None
         self.noise: dict[str, Any] | None = None
         """Noise between this step's micro-batches, as a `Gradients` event has it."""
@@ -76,7 +76,7 @@ class GradientRecords(Participant):
                     run.gradients,
                     batches,
                     num=run.plan.batch.accumulation_steps,
-                    totals=batches.totals(),
+                    totals=batches.totals,
                     samples=run.plan.batch.micro_batch,
                 )
             self.clock.leave_out()
@@ -128,7 +128,7 @@ class StepRecords(Participant):
     """Writes one event per rank and step, and what the rank's memory and machine lack."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
-        self.run, self.clock = run, clock
+        super().__init__(run, clock)
         self.pressure, self.spikes = PressureMeter(), LossSpikes()
         self.baseline_bytes = 0
         """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors."""
@@ -173,7 +173,9 @@ class StepRecords(Participant):
                 "total_micro_batches": run.history.micro_batches,
                 "skipped": result.lr is None,
             }
-        run.events.write(Step(step=run.step, micro_batches=agreed.totals.micro_batches, **values))
+        run.events.write(
+            Step(step=run.step, micro_batches=agreed.batches.totals.micro_batches, **values)
+        )
 
     def _record_memory(self, peak: int) -> None:
         """Write the bytes that this rank held at its peak, by category of the memory breakdown.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.accumulation import accumulate
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
 from colotrain.engine.gradients import gradients
@@ -18,7 +18,7 @@ from colotrain.engine.step.batches import Batches
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import is_over, why_over
 from colotrain.engine.step.participant import Agreed, Participant, StepResult, answers_of
-from colotrain.engine.step.participants import participants_of
+from colotrain.engine.step.participants import ORDER
 from colotrain.engine.step.rollback import freeze_as_of, skip_
 from colotrain.engine.targets import find_targets
 from colotrain.engine.waiting import waiting
@@ -27,17 +27,17 @@ from colotrain.spec.axes import TP
 from colotrain.spec.phases import Phase
 
 
-def train(run: Run, *others: Participant) -> str:
+def train(run: Run, *others: Callable[[Run, StepClock], Participant]) -> str:
     """Train until the plan's last step, or until a rank is asked to stop. All ranks must call.
 
-    `others` take part after the participants that every run has. Returns "finished" or "stopped";
-    the state is saved in both cases.
+    `others` make participants beside those that every run has. Returns "finished" or "stopped"; the
+    state is saved in both cases.
     """
     if run.stop.reason is not None:  # while the run was prepared
         return save_and_stop(run)
     find_targets(run)
     clock = StepClock(run.device)
-    participants = [*participants_of(run, clock), *others]
+    participants = [make(run, clock) for make in (*ORDER, *others)]
     result = None
     while True:
         for participant in participants:
@@ -55,9 +55,9 @@ def take_step(run: Run, participants: Sequence[Participant], clock: StepClock) -
     begin_step_(run)
     batches, num = Batches(run, clock), run.plan.batch.accumulation_steps
     with monitor.interruptible(run):
-        totals = accumulate(run.gradients, batches, num=num, totals=batches.totals())
+        accumulate(run.gradients, batches, num=num, totals=batches.totals)
         clock.lap("compute_s", less=clock.data_s)
-        agreed = agree(run, totals, batches, participants, clock)
+        agreed = agree(run, batches, participants, clock)
     clock.lap("reduce_s")
     run.at(Phase.OPTIMIZER)
     for participant in participants:
@@ -82,37 +82,32 @@ def begin_step_(run: Run) -> None:
 
 
 def agree(
-    run: Run,
-    totals: StepTotals,
-    batches: Batches,
-    participants: Sequence[Participant],
-    clock: StepClock,
+    run: Run, batches: Batches, participants: Sequence[Participant], clock: StepClock
 ) -> Agreed:
     """Run the one small all-reduce of a step: loss, targets, gradient norms, and what is asked."""
     asks = dict(ask for participant in participants for ask in participant.asks().items())
     run.at(Phase.REDUCE)
     run.progress.begin_agreement()
-    terms = [term for ask in asks.values() for term in ask.terms()]
-    asked = torch.tensor(terms, dtype=torch.float64)
+    terms = torch.tensor([t for ask in asks.values() for t in ask.terms()], dtype=torch.float64)
     squares, used = gradients.local_statistics(run.gradients, run.device)
-    known_here = gradients.to_device(torch.cat((asked, used)), run.device)
-    own = torch.stack((totals.loss_sum, totals.count, totals.odd)).to(run.device)
-    own = own * run.plan.ranks.is_first(run.rank, TP)  # the others of its group have the same loss
-    sizes = len(own), len(asked), len(squares) + len(used)
+    known_here = gradients.to_device(torch.cat((terms, used)), run.device)
+    is_first = run.plan.ranks.is_first(run.rank, TP)  # the others of its group have the same loss
+    own = batches.totals.sums().to(run.device) * is_first
+    sizes = len(own), len(terms), 2 * len(used)
     shared = torch.cat((own, known_here[: sizes[1]], squares, known_here[sizes[1] :]))
     with waiting():
         dist.all_reduce(shared)
     clock.mark("reduced")
     sums, answered, statistics = shared.cpu().split(sizes)  # the only wait for the device in a step
     loss_sum, tokens, odd = sums.tolist()
-    gradients.store_statistics_(run.gradients, statistics, factor=totals.gradient_factor(tokens))
+    factor = batches.totals.gradient_factor(tokens)
+    gradients.store_statistics_(run.gradients, statistics, factor=factor)
     return Agreed(
         loss=loss_sum / (tokens or 1.0),
         tokens=tokens,
         odd=odd,
         grad_norm=run.gradients.norm,
         answers=answers_of(asks, answered.tolist(), dist.get_world_size()),
-        totals=totals,
         batches=batches,
     )
 
