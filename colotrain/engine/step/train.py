@@ -35,9 +35,9 @@ def train(run: Run, *others: Callable[[Run, StepClock], Participant]) -> str:
     """
     if run.stop.reason is not None:  # while the run was prepared
         return save_and_stop(run)
-    find_targets(run)
     clock = StepClock(run.device)
     participants = [make(run, clock) for make in (*ORDER, *others)]
+    find_targets(run)
     result = None
     while True:
         for participant in participants:
