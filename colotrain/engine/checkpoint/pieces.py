@@ -120,4 +120,6 @@ def unchanged(run: Run) -> set[str]:
     if run.plan.checkpoint.content == "all":
         return set()
     later = unfrozen_later(run.sharded.module, run.plan.freeze)
-    return run.sharded.parts.frozen.keys() - set(run.optimizer.parameters) - run.saver.restored - later
+    return (
+        run.sharded.parts.frozen.keys() - set(run.optimizer.parameters) - run.saver.restored - later
+    )
