@@ -34,6 +34,7 @@ from colotrain.engine.notes import Notes
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
 from colotrain.events import kinds
+from colotrain.timeouts import AwakeTimeout
 
 LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
@@ -273,8 +274,7 @@ def _depart(notes: Notes) -> None:
 
     Rank 0 waits for each rank, and the others for its word alone. Its process may host the store.
     """
-    deadline = time.monotonic() + LEAVE_TOGETHER_S
-    is_over = lambda: time.monotonic() > deadline  # noqa: E731
+    is_over = AwakeTimeout(LEAVE_TOGETHER_S).is_over
     with contextlib.suppress(Exception):  # the store is gone: rank 0 has seen all ranks
         if (rank := dist.get_rank()) == 0:
             for other in range(1, dist.get_world_size()):

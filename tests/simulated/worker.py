@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ import torch  # isort: skip
 import torch.distributed as dist
 
 import colotrain
-from colotrain.engine import loop, worker
+from colotrain.engine import loop, monitor, worker
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.launch.memory_files import COPIES
 from colotrain.records import to_plain
@@ -31,6 +32,9 @@ from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
 from colotrain.torch_internals import timeout_s
 from tests.simulated import plants
 from tests.simulated.case import Case
+
+monitor.LONG_STEP_S = math.inf
+"""Before a long step the host waits, to know what to save. The machine decides what is long."""
 
 GRADIENTS: dict[str, torch.Tensor] = {}
 """Parameter → whole gradient, of the last step."""
