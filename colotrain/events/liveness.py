@@ -76,7 +76,8 @@ def claim(rundir: RunDir) -> contextlib.ExitStack:
 def release(rundir: RunDir) -> None:
     """Give up being the launcher; no effect in any other process."""
     if launcher_of(rundir) == _identity(os.getpid()):
-        rundir.launcher_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may have become read-only
+            rundir.launcher_file.unlink()
 
 
 def is_alive(rundir: RunDir) -> bool | None:

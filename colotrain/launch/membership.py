@@ -27,7 +27,7 @@ from colotrain.launch.node_registry import (
     RendezvousError,
     Stopped,
 )
-from colotrain.launch.timeouts import POLL_S, AwakeTimeout, wait_readable
+from colotrain.timeouts import POLL_S, AwakeTimeout, wait_readable
 
 REPORT_S = 1.0
 WAITING_REPORT_S = 0.1

@@ -22,7 +22,7 @@ from typing import Any
 from colotrain.addresses import LOOPBACK, is_loopback
 from colotrain.connections import Link, Service
 from colotrain.launch.places import next_nodes
-from colotrain.launch.timeouts import wait_readable
+from colotrain.timeouts import wait_readable
 
 SILENT_S = 15.0
 """Seconds without a report after which a node counts as lost."""

@@ -7,6 +7,7 @@ on one node.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -173,7 +174,8 @@ class Rendezvous:
         self.membership.end(cause)
         if self.registry is not None:
             self.registry.close()
-            self.rundir.rendezvous_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder may have become read-only
+                self.rundir.rendezvous_file.unlink()
 
     def begin(self, found: Round) -> int:
         """Begin a round: note who keeps this node's copies; return the node's place in it."""

@@ -256,10 +256,15 @@ def train(
     except KeyboardInterrupt:  # it came before there were workers
         tell(f"interrupted: {how_to_resume(plan, rundir)}")
         raise
-    if exit_code == ColotrainError.exit_code and _made_no_step(own_events):
-        trust.restore_files(before)
-        plan = rundir.plan()
-    document, view = summarize(plan, rundir)
+    try:
+        if exit_code == ColotrainError.exit_code and _made_no_step(own_events):
+            trust.restore_files(before)
+            plan = rundir.plan()
+        document, view = summarize(plan, rundir)
+    except OSError as error:  # the disk is full or read-only, perhaps because of which it failed
+        if not cause:
+            raise
+        raise ColotrainError(cause, how_to_resume(plan, rundir)) from error
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
         tell(line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 import colotrain
 from colotrain.engine import worker
+from colotrain.engine.step import monitor
 from colotrain.engine.step.train import train
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.launch.memory_files import COPIES
@@ -32,6 +34,9 @@ from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
 from colotrain.torch_internals import timeout_s
 from tests.simulated import plants
 from tests.simulated.case import Case
+
+monitor.LONG_STEP_S = math.inf
+"""Before a long step the host waits, to know what to save. The machine decides what is long."""
 
 GRADIENTS: dict[str, torch.Tensor] = {}
 """Parameter → whole gradient, of the last step."""

@@ -22,7 +22,8 @@ def names(text: str) -> frozenset[str]:
 
 
 BASE = (
-    "addresses errors records dotted rundir signatures parent_process host connections certificates"
+    "addresses errors records dotted rundir signatures parent_process host connections timeouts "
+    "certificates"
 )
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
 EXTRAS = "transformers peft datasets tensorboard wandb mlflow pynvml matplotlib pyarrow jinja2 yaml"

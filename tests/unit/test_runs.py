@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import multiprocessing
@@ -21,13 +22,14 @@ import pytest
 from test_view import plan_of, restarted_run, write_files
 
 from colotrain.cli.main import guarded
-from colotrain.errors import UsageError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.events import liveness
 from colotrain.events.fold import follow
 from colotrain.events.liveness import claim, is_alive, launcher_of, release, state
 from colotrain.events.log import EventWriter
 from colotrain.events.view import summary
 from colotrain.rundir import RunDir
+from colotrain.runs import start
 from colotrain.runs.listing import list_runs, row_of, stop
 from colotrain.runs.sweep import Element, table
 from colotrain.show.plots import _per, _rate, read_curves
@@ -203,6 +205,25 @@ def test_of_launchers_that_start_at_once_exactly_one_wins(
 
 
 # States
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_why_a_run_failed_is_told_also_where_its_folder_cannot_be_written_any_more(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def fail(*_: Any, **__: Any) -> tuple[int, str]:
+        held = claim(rundir)
+        monkeypatch.setattr(Path, "unlink", refuse)
+        held.close()
+        return 1, "the folder cannot be written"
+
+    monkeypatch.setattr(start, "execute", fail)
+    monkeypatch.setattr(RunDir, "write_summary", refuse)
+    with pytest.raises(ColotrainError, match=r"^the folder cannot be written; "):
+        start.train(plan_of(), rundir, None, as_json=False)
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "preempted", "interrupted"])

@@ -19,6 +19,7 @@ import pytest
 from test_view import plan_of
 
 from colotrain.engine.checkpoint.saving import Saver
+from colotrain.errors import ColotrainError
 from colotrain.events.event import Event
 from colotrain.events.heartbeats import Heartbeat, HeartbeatWriter, read_heartbeats
 from colotrain.events.kinds import WorkerExit
@@ -26,11 +27,11 @@ from colotrain.events.log import EventReader, EventWriter
 from colotrain.launch.causes import describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
-from colotrain.launch.timeouts import AwakeTimeout
 from colotrain.launch.watch import SilentRank, Watch, _stack
 from colotrain.launch.worker_exits import worker_exits
 from colotrain.rundir import RunDir
 from colotrain.spec.phases import Phase
+from colotrain.timeouts import AwakeTimeout
 
 DUMP = """Thread 0x01 (most recent call first):
   File "/lib/threading.py", line 5 in wait
@@ -269,6 +270,20 @@ def test_a_save_for_which_there_is_no_thread_is_written_before_training_goes_on(
     saver.before_update()
     (told,) = [event.fields["text"] for event in EventReader(rundir).drain()]
     assert told.startswith("warning: checkpoint of step 7: can't start new thread; training waits")
+
+
+def test_a_save_that_was_stopped_with_its_rank_is_waited_for(tmp_path: Path) -> None:
+    events, beats = EventWriter(tmp_path / "x"), list[float]()
+    saver = Saver(plan=plan_of(), rundir=RunDir(tmp_path), events=events, token="")
+    saver.beat = lambda: beats.append(time.monotonic())
+    timeout = AwakeTimeout(75.0)
+    save: Any = SimpleNamespace(manifest=SimpleNamespace(step=7), timeout=timeout)
+    timeout.checked_at -= 700  # both were stopped
+    saver._waiting(save)
+    timeout.waited_s += 75
+    with pytest.raises(ColotrainError, match="of step 7: not written within 75 s"):
+        saver._waiting(save)
+    assert len(beats) == 2
 
 
 def test_a_checkpoint_is_due_by_time(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from colotrain.errors import message_of
 from colotrain.events.kinds import Checkpoint, CheckpointFailed
 from colotrain.events.log import EventWriter
 from colotrain.rundir import make_folder, write_atomically
+from colotrain.timeouts import AwakeTimeout
 
 SLOWEST_BYTES_PER_S = 10e6
 """Bytes per second below which a disk counts as hanging."""
@@ -65,8 +66,8 @@ class Save:
     num_bytes: int = field(init=False)
     lock: PieceLock = field(default_factory=PieceLock)
     started: float = field(default_factory=time.monotonic)
-    deadline: float = field(init=False)
-    """Monotonic seconds at which the save counts as hanging."""
+    timeout: AwakeTimeout = field(init=False)
+    """When the save counts as hanging, asked by whoever waits for it."""
     stall_s: float = 0.0
     """Seconds for which training waited for this save."""
     error: str | None = None
@@ -76,7 +77,7 @@ class Save:
         self.layout = Layout.of(self.pieces)
         self.num_bytes = sum(piece.local.nbytes for piece in self.pieces)
         slowest_s = self.num_bytes * dist.get_world_size() / SLOWEST_BYTES_PER_S
-        self.deadline = self.started + self.patience_s + slowest_s
+        self.timeout = AwakeTimeout(self.patience_s + slowest_s)
 
     def write(self, events: EventWriter, beat: Callable[[], None]) -> None:
         """Write this rank's part and wait for the outcome of all. Never raises."""
@@ -120,7 +121,7 @@ class Save:
     def _await(self, notes: Notes, key: str, beat: Callable[[], None]) -> str | None:
         def is_over() -> bool:
             beat()
-            return time.monotonic() > self.deadline
+            return self.timeout.is_over()
 
         if (told := notes.wait(key, is_over=is_over)) is None:
             return f"{key}: no rank has reported the outcome in time"

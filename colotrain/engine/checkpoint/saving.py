@@ -141,12 +141,12 @@ class Saver:
         return save.error
 
     def _waiting(self, save: Save) -> None:
-        """Called while training waits for a save, which may take no longer than its deadline."""
+        """Called while training waits for a save, which has a timeout."""
         self.beat()
-        if time.monotonic() > save.deadline:
+        if save.timeout.is_over():
             raise ColotrainError(
                 f"checkpoint of step {save.manifest.step}: not written within "
-                f"{save.deadline - save.started:.0f} s",
+                f"{save.timeout.limit_s:.0f} s",
                 f"see that {self.rundir.checkpoints} is on a disk that answers",
             )
 

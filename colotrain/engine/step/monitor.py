@@ -37,6 +37,7 @@ from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, St
 from colotrain.engine.step.recording import record_failure
 from colotrain.events import kinds
 from colotrain.spec.phases import Phase
+from colotrain.timeouts import AwakeTimeout
 
 LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
@@ -289,8 +290,7 @@ def _depart(notes: Notes) -> None:
 
     Rank 0 waits for each rank, and the others for its word alone. Its process may host the store.
     """
-    deadline = time.monotonic() + LEAVE_TOGETHER_S
-    is_over = lambda: time.monotonic() > deadline  # noqa: E731
+    is_over = AwakeTimeout(LEAVE_TOGETHER_S).is_over
     with contextlib.suppress(Exception):  # the store is gone: rank 0 has seen all ranks
         if (rank := dist.get_rank()) == 0:
             for other in range(1, dist.get_world_size()):
