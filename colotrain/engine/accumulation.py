@@ -24,8 +24,9 @@ from colotrain.engine.sharding.sums import reduce_replicated_, sum_partial_, sum
 from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
+from colotrain.models.facts import facts_of
 from colotrain.models.objective import inputs_of, objective_of, output_of
-from colotrain.models.outputs import TARGETS, TargetRule, count_in, loss_in, pair_in
+from colotrain.models.outputs import TargetRule, count_in, loss_in, pair_in
 from colotrain.spec.pipeline_schedule import in_turn
 from colotrain.torch_internals import BatchNorms
 
@@ -156,7 +157,7 @@ def weighted_output(
     or would overflow. What forward itself returned is appended to `seen`.
     """
     counted = batch.on_host if isinstance(batch, OnDevice) else batch
-    rule: TargetRule = getattr(model, TARGETS, TargetRule())
+    rule = facts_of(model).rule
     count = rule.count(counted)
     no_targets = count == 0
     try:

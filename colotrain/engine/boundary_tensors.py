@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from colotrain.engine.changed_inputs import CHANGES_INPUTS, tensors_in
+from colotrain.engine.changed_inputs import CHANGING, tensors_in
 from colotrain.engine.sharding.fsdp_internals import (
     end_backward_of,
     gather_before_backward_of,
@@ -36,7 +36,7 @@ def watch_tensors(module: nn.Module) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     module.register_forward_hook(_copy_parameters, prepend=True)
     module.register_forward_hook(_hook_hidden_outputs, with_kwargs=True)
-    if getattr(module, CHANGES_INPUTS, False):
+    if module in CHANGING:
         for group in groups_of(module):
             end_backward_of(group, partial(_after_gradients, group))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from colotrain.torch_internals import tree_leaves, version_of
 
-CHANGES_INPUTS = "_colotrain_changes_inputs"
-"""Attribute set on a module whose forward changes an input tensor in place."""
+CHANGING: WeakSet[nn.Module] = WeakSet()
+"""Modules of which it is known that their forward changes an input tensor in place."""
 
 
 def when_inputs_change(module: nn.Module, act: Callable[[], None]) -> None:

@@ -60,7 +60,8 @@ class Spans:
         for name, module in find_blocks(model):
             self._watch_block(name, module)
         for group in sharded.groups:  # what ranks share is never gathered
-            methods = {m: w for m, w in METHODS.items() if w == "reduce" or not group.is_shared}
+            gathered = group.name not in sharded.in_common
+            methods = {m: w for m, w in METHODS.items() if w == "reduce" or gathered}
             for params in group.fsdp_groups:
                 for method, what in methods.items():
                     self._wrap(params, method, f"{what} {group.name or 'root'}")

@@ -17,7 +17,8 @@ from colotrain.engine.unchanged import uncompiled
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
-from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.models.facts import facts_of
+from colotrain.models.outputs import TargetRule
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 
@@ -83,7 +84,7 @@ def find_targets(run: Run) -> None:
     reshard(run.sharded)
     if problem := loss_trial.problem_of(found, plan.model, plan.data):
         raise ConfigError([problem])
-    setattr(model, TARGETS, found.rule)
+    facts_of(model).rule = found.rule
     run.targets.nominal = float(plan.batch.global_batch * found.rule.per_sample(samples))
     for text in loss_trial.notes_of(found) if run.rank == 0 and not run.step else ():
         if text not in plan.warnings:

@@ -51,7 +51,8 @@ from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
-from colotrain.models.loading import COMPILED, WAS_COMPILED, build
+from colotrain.models.facts import facts_of
+from colotrain.models.loading import COMPILED, build
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all
 from colotrain.rundir import RunDir
@@ -187,7 +188,7 @@ def build_alike(
     attach_(model, plan.model)
     if dist.get_rank() == 0:
         size, evaluates = plan.batch.global_batch, bool(plan.train.eval_steps)
-        told = [COMPILED] if hasattr(model, WAS_COMPILED) else []
+        told = [COMPILED] if facts_of(model).was_compiled else []
         told += notes_of(train_data.samples, plan.data, global_batch=size, evaluates=evaluates)
         for text in told:
             events.write(Note(text=text))

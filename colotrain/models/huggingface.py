@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
+from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
@@ -35,7 +36,6 @@ from colotrain.models.huggingface_loss import (
     shifted_loss,
 )
 from colotrain.models.huggingface_match import (
-    SOURCES,
     ParameterCounter,
     check_layers,
     keep_in_float32_,
@@ -58,8 +58,6 @@ from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
-_TASK = "_colotrain_task"
-"""Attribute of a model with its `Task`, or None."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 
 
@@ -83,7 +81,7 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     match_(model, _open(folder), folder)
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
-    model.__dict__[_TASK] = task
+    facts_of(model).task = task
     if task is CAUSAL:
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
@@ -99,8 +97,7 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
 
 def task_in(model: nn.Module) -> Task | None:
     """The task of a model that `build` made; None for any other, and for one without a known."""
-    task: Task | None = model.__dict__.get(_TASK)
-    return task
+    return facts_of(model).task
 
 
 def fill_(
@@ -158,7 +155,7 @@ def missing_values(model: Any, plan: ModelPlan, seed: int) -> dict[str, Tensor]:
 
 def is_from_directory(model: nn.Module) -> bool:
     """Whether `build` made the model; otherwise a function of the user's did."""
-    return SOURCES in model.__dict__
+    return facts_of(model).sources is not None
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -188,8 +185,10 @@ def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 def peft_task(model: nn.Module) -> str | None:
     """PEFT's name of the model's task; a model of another kind is taken for a causal one."""
-    task: Task | None = model.__dict__.get(_TASK, CAUSAL)
-    if not is_from_directory(model) and is_plain(model):
+    task: Task | None = CAUSAL
+    if is_from_directory(model):
+        task = task_in(model)
+    elif is_plain(model):
         task = task_of(_transformers(), model.config, type(model))
     return task.peft if task is not None else None
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
+from colotrain.models.facts import facts_of
 
 DIVISIBLE = (
     "gemma3_text",
@@ -34,8 +35,6 @@ Each is compared with plain transformers in tests/dist/test_context_parallel.py.
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on the longest position in a forward."""
 NAME = "colotrain_context_parallel"
-OWN_LAYERS = "_colotrain_num_layers"
-"""Attribute of a pipeline stage's model: a function that returns how many layers a forward runs."""
 
 
 def allow_division_(model: nn.Module, config: Any) -> None:
@@ -100,7 +99,7 @@ def check_calls(model: Any, before: int) -> None:
 
 def num_layers(model: Any) -> int:
     """Number of layers that a forward runs: on a pipeline stage its own."""
-    own = model.__dict__.get(OWN_LAYERS)
+    own = facts_of(model).layers_run
     return model.config.num_hidden_layers if own is None else own()
 
 

@@ -16,6 +16,7 @@ from colotrain.errors import UsageError
 from colotrain.models.adapters import is_adapted
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import Documents, documents_in
+from colotrain.models.facts import facts_of
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
 from colotrain.models.huggingface_documents import attending_within, needs_no_mask
 from colotrain.models.huggingface_internals import without_packed_sequence_search
@@ -38,10 +39,6 @@ BALANCING = "load_balancing_loss_func"
 """Name of transformers' auxiliary loss in modules of architectures with experts."""
 BALANCING_ARGS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Its arguments."""
-_BALANCING_LOSS = "_colotrain_balancing_loss"
-"""Attribute of a model with that function."""
-_HEAD = "_colotrain_head"
-"""Attribute of a model with the `ChunkedHead` of its output embeddings."""
 
 
 def shifted_loss(
@@ -63,7 +60,7 @@ def shifted_loss(
     batch, before = divided(model, batch), num_calls(model)
     labels = batch.pop("labels", None)
     tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
-    head = None if holds_all_logits(model) else _head_of(model)
+    head = None if holds_all_logits(model) else facts_of(model).head
     on_meta = any(tensor.is_meta for tensor in tensors)
     with ExitStack() as contexts:
         if on_meta:
@@ -97,7 +94,7 @@ def find_balancing_loss_(model: nn.Module) -> bool:
     """Let the model know its auxiliary loss; False if it is not the one that most have."""
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     found = getattr(sys.modules[type(model).__module__], BALANCING, None)
-    model.__dict__[_BALANCING_LOSS] = found  # once it is sharded, its class has another module
+    facts_of(model).balancing_loss = found  # once it is sharded, its class has another module
     if found is None or not all(hasattr(model, name) for name in names):
         return False
     return tuple(inspect.signature(found).parameters) == BALANCING_ARGS
@@ -116,7 +113,8 @@ def _balancing_loss(
     does not count: `mask` [batch, seq] is 0 there. Of samples with several documents each is one.
     `logits` of each layer are [batch * seq, experts].
     """
-    own_loss_of = model.__dict__[_BALANCING_LOSS]
+    own_loss_of = facts_of(model).balancing_loss
+    assert own_loss_of is not None
     batch, seq_len = labels.shape
     lengths = list(documents.lengths) if documents is not None else [seq_len] * batch
     mask = torch.ones_like(labels) if mask is None else mask
@@ -248,17 +246,13 @@ def chunk_loss_(model: Any) -> None:
     head, logits = model.get_output_embeddings(), logits_of(model)
     if logits is not None:
         chunked = ChunkedHead(head, logits)
-        model.__dict__[_HEAD] = head.forward = chunked
+        facts_of(model).head = head.forward = chunked
 
 
 def holds_all_logits(model: nn.Module) -> bool:
     """Whether the loss of a causal model needs all logits of a micro-batch in memory."""
-    return _HEAD not in model.__dict__ or is_adapted(_head_of(model).linear)
-
-
-def _head_of(model: nn.Module) -> ChunkedHead:
-    head: ChunkedHead = model.__dict__[_HEAD]
-    return head
+    head = facts_of(model).head
+    return head is None or is_adapted(head.linear)
 
 
 def logits_of(model: Any) -> Logits | None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem
+from colotrain.models.facts import facts_of
 from colotrain.models.huggingface_files import (
     Sources,
     damaged,
@@ -28,8 +29,6 @@ from colotrain.rundir import read_json
 
 MOST_PARAMETERS, MOST_LAYERS = 250_000, 100_000
 """Tensors of a model, and a number of layers in its configuration, which may make lists of it."""
-SOURCES = "_colotrain_sources"
-"""Attribute of a model with the `Sources` of its parameters and persistent buffers."""
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that older directories have, and models of today compute."""
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -61,7 +60,7 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
             f"{count} layers of {layers}, as its config.json says (its weights have {name})",
             fix,
         )
-    model.__dict__[SOURCES] = sources
+    facts_of(model).sources = sources
     if (lost := damaged(missing_in(model), sources.found)) is not None:
         problems.append(f"{lost} is missing, and other layers have theirs")
     elif not any(name in sources.found for name, _ in module_tree.named_parameters(model)):
@@ -115,7 +114,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def sources_of(model: nn.Module) -> Sources:
     """The places in the files of what is in a model that `build` made."""
-    sources: Sources = model.__dict__[SOURCES]
+    sources = facts_of(model).sources
+    assert sources is not None
     return sources
 
 

@@ -21,6 +21,7 @@ from colotrain import module_tree
 from colotrain.dotted import described, import_target, is_users, shown_path
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
+from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
 from colotrain.models.initialising import initialise_
 from colotrain.models.llm import LLM
@@ -32,10 +33,6 @@ INIT_WEIGHTS = "init_weights"
 """Method of a model that sets its parameters."""
 RESTORED = frozenset({INIT_WEIGHTS, "reset_parameters", "_reset_parameters"})
 """Methods whose values a constructor may set, as `init_weights()` sets them again."""
-_INIT_CALLED = "_colotrain_init_called"
-"""Attribute of a model without values: whether its target has called `init_weights()`."""
-WAS_COMPILED = "_colotrain_was_compiled"
-"""Attribute of a model that the user's code compiled."""
 COMPILED = (
     "torch.compile on the model, or on modules in it, is taken off: parameters keep their names; "
     "train.compile=true compiles each block"
@@ -90,7 +87,7 @@ def _without_values(plan: ModelPlan) -> nn.Module:
             f"model.deferred_init=true: {plan.target}: {problem}",
             "set every parameter in init_weights(), or set model.deferred_init=false",
         )
-    model.__dict__[_INIT_CALLED] = mode.init_called
+    facts_of(model).init_called = mode.init_called
     return model
 
 
@@ -116,7 +113,7 @@ def _is_transformers(model: nn.Module) -> bool:
 def leaves_init_uncalled(model: nn.Module) -> bool:
     """Whether a model that `build_on_meta` made has an `init_weights()` that nobody calls."""
     has_own = callable(getattr(model, INIT_WEIGHTS, None)) and not _is_transformers(model)
-    return has_own and not model.__dict__.get(_INIT_CALLED, True)
+    return has_own and not facts_of(model).init_called
 
 
 def begin_training_(model: nn.Module) -> None:
@@ -155,7 +152,7 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
                 model = _call_target(plan)
         except Exception:  # whatever a constructor raises that looks at values
             return None
-        model.__dict__[_INIT_CALLED] = mode.init_called
+        facts_of(model).init_called = mode.init_called
     if not all(parameter.is_meta for parameter in module_tree.parameters(model)):
         return None
     if plan.adapter is not None:
@@ -329,7 +326,7 @@ def _call_target(plan: ModelPlan) -> nn.Module:
         )
     model, was_compiled = uncompiled_(model)
     if was_compiled:
-        model.__dict__[WAS_COMPILED] = True
+        facts_of(model).was_compiled = True
     return model
 
 

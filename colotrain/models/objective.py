@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from colotrain.dotted import import_target
 from colotrain.models import distillation, preferences
+from colotrain.models.facts import facts_of
 from colotrain.models.loss import by_token
 from colotrain.spec.plan import ModelPlan
-
-_OBJECTIVE = "_colotrain_objective"
-"""Attribute of a model with its `Objective`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +40,15 @@ def attach_(model: nn.Module, plan: ModelPlan) -> None:
         loss = import_target("train.loss", plan.loss)
         taken = _taken_by(model, is_hf=plan.hf is not None)
         inputs = functools.partial(taken_from, model=model, taken=taken)
-        model.__dict__[_OBJECTIVE] = Objective(f"train.loss={plan.loss}", loss, inputs)
+        facts_of(model).objective = Objective(f"train.loss={plan.loss}", loss, inputs)
     elif plan.dpo_beta is not None:
         own = functools.partial(preferences.loss_of, beta=plan.dpo_beta)
         setting = "train.objective=dpo"
-        model.__dict__[_OBJECTIVE] = Objective(
+        facts_of(model).objective = Objective(
             setting, own, preferences.inputs_of, lambda batch: by_token()
         )
     elif plan.distill is not None:
-        model.__dict__[_OBJECTIVE] = Objective(
+        facts_of(model).objective = Objective(
             "train.objective=distill",
             lambda batch, output: output,
             distillation.inputs_of,
@@ -59,8 +57,7 @@ def attach_(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def objective_of(model: nn.Module) -> Objective | None:
-    found: Objective | None = model.__dict__.get(_OBJECTIVE)
-    return found
+    return facts_of(model).objective
 
 
 def output_of(

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from colotrain.models.loss import IGNORE_INDEX
 
-TARGETS = "_colotrain_targets"
-"""Attribute of a model with the `TargetRule` of its loss."""
 COUNT = "num_targets"
 """Key or attribute of the number of targets that the loss is the mean of."""
 

@@ -38,7 +38,8 @@ def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None
         plain = train(make_sharded(plan, frozen), rank)
         shared_params = share(plan, frozen)
         shared = train(shared_params.sharded, rank, allocate=shared_params.allocate)
-        assert all(group.is_shared for group in shared_params.sharded.groups)
+        sharded = shared_params.sharded
+        assert [*sharded.in_common] == [group.name for group in sharded.groups]
         assert_alike(shared, plain)
 
 
@@ -95,7 +96,8 @@ def unshares(rank: int, plan: RunPlan) -> None:
         used.append(set(state.used_here))
         if step == 1:
             move_elsewhere(shared_params.sharded.groups[1:3], shared_params)
-            assert [g.is_shared for g in shared_params.sharded.groups] == [True, False, False, True]
+            groups = shared_params.sharded.groups
+            assert [*shared_params.sharded.in_common] == [groups[0].name, groups[3].name]
 
     def knows(found: GradientState) -> None:
         nonlocal state

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.models.loading import WAS_COMPILED, build_whole
+from colotrain.models.facts import facts_of
+from colotrain.models.loading import build_whole
 from colotrain.spec.plan import ModelPlan
 from colotrain.verify.building import build_plain
 
@@ -49,8 +50,8 @@ def test_a_compiled_model_keeps_its_names_and_values(
     monkeypatch.setitem(sys.modules, "compiled_models", sys.modules[__name__])
     model = build_whole(ModelPlan(target=f"compiled_models:{name}"), seed=3)
     plain = build_whole(ModelPlan(target="compiled_models:Net"), seed=3)
-    assert hasattr(model, WAS_COMPILED)
-    assert not hasattr(plain, WAS_COMPILED)
+    assert facts_of(model).was_compiled
+    assert not facts_of(plain).was_compiled
     assert type(model) is Net
     assert not any(module._compiled_call_impl for module in model.modules())
     wanted = plain.state_dict()

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from colotrain.engine.accumulation import weighted_loss
 from colotrain.engine.loss_trial import Findings, examine
 from colotrain.errors import ColotrainError, ConfigError
+from colotrain.models.facts import facts_of
 from colotrain.models.loading import build_whole
-from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.models.outputs import TargetRule
 from colotrain.planner.traced.survey import study_loss
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import DataPlan, ModelPlan, RunPlan
@@ -171,7 +172,7 @@ def check(model: nn.Module, labels: Tensor, entry: str = "labels") -> TargetRule
     batch = {"input_ids": inputs, entry: labels}
     rule = examine(model, batch)
     assert rule.against == ""
-    setattr(model, TARGETS, rule.rule)
+    facts_of(model).rule = rule.rule
     for cuts in ([1] * len(labels), [2, len(labels) - 2]):
         rows = {name: tensor.split(cuts) for name, tensor in batch.items()}
         parts = [dict(zip(rows, part, strict=True)) for part in zip(*rows.values(), strict=True)]

@@ -16,7 +16,8 @@ from colotrain.engine.loss_trial import examine
 from colotrain.engine.precision import cast_inputs
 from colotrain.engine.step.batches import Batches
 from colotrain.errors import ColotrainError
-from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.models.facts import facts_of
+from colotrain.models.outputs import TargetRule
 from colotrain.planner.traced.tracing import loss_of
 from colotrain.spec.phases import Phase
 from tests.dist.idioms import HalfLoss, NeverZero, Shifts, tokens
@@ -79,7 +80,7 @@ def test_a_label_whose_change_half_precision_rounds_away_is_not_taken_for_shifte
 
 def test_the_first_label_of_a_row_has_no_weight_where_labels_are_shifted() -> None:
     model = Shifts()
-    setattr(model, TARGETS, TargetRule(shifted=True))
+    facts_of(model).rule = TargetRule(shifted=True)
     whole = batch()
     whole["labels"][0, 5:] = -100
     loss, count = weighted_loss(model, whole)

@@ -17,7 +17,7 @@ from colotrain import module_tree
 from colotrain.engine import exchange
 from colotrain.engine.agreement import check_filled_alike
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
-from colotrain.engine.changed_inputs import CHANGES_INPUTS
+from colotrain.engine.changed_inputs import CHANGING
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import Frozen, freeze_
@@ -133,13 +133,9 @@ def agree_on_groups(build: Build) -> None:
         )
         names = {id(module): name for name, module in module_tree.named_modules(model)}
         inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]
-        found = (
-            inside,
-            [n for n, m in module_tree.named_modules(model) if hasattr(m, CHANGES_INPUTS)],
-        )
+        found = inside, [n for n, m in module_tree.named_modules(model) if m in CHANGING]
     inside, changing = exchange.broadcast(found)
-    for name in changing:
-        setattr(model.get_submodule(name), CHANGES_INPUTS, True)
+    CHANGING.update(model.get_submodule(name) for name in changing)
     build.groups = [(name, [model.get_submodule(m) for m in members]) for name, members in inside]
     check_dtypes(model, build.groups, plan.model, plan.freeze)
 

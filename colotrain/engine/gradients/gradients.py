@@ -24,6 +24,7 @@ from colotrain.engine.parts.wholes import gather_whole
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.errors import ColotrainError
+from colotrain.models.facts import facts_of
 from colotrain.torch_internals import norms_of
 
 Status = Literal["trained", "frozen", "unused", "zero", "nonfinite"]
@@ -110,20 +111,16 @@ class GradView:
         return whole * self._state.factor
 
 
-_STATE = "_colotrain_gradients"
-"""Attribute of a model that holds its GradientState."""
-
-
 def watch(sharded: ShardedModel) -> GradientState:
     """Make the gradients of `sharded` readable by `read(sharded.module)`."""
     state = GradientState(sharded=sharded)
-    sharded.module.__dict__[_STATE] = state
+    facts_of(sharded.module).gradients = state
     return state
 
 
 def read(model: nn.Module) -> Iterator[GradView]:
     """Yield one view per parameter, in the order of the model; tied parameters once."""
-    state = model.__dict__.get(_STATE)
+    state: GradientState | None = facts_of(model).gradients
     if state is None:
         raise ColotrainError(
             "gradients can be read of a model that colotrain shards only", "use on_gradients"

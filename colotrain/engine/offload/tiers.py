@@ -47,6 +47,8 @@ class Tiers:
         self.shared_params: SharedParameters | None = None
         self.norms: dict[str, Tensor] = {}
         """Parameter name → norm of its local gradient, where the gradient was moved to disk."""
+        self.watched: dict[str, Tensor] = {}
+        """Parameter name → sharded parameter whose gradients are moved to disk as they come."""
         self.store: DiskStore | None = None
         self.transfers = Transfers(device=self.policy.device)
         self.prefetch = GatherPrefetch(self.storages, self.transfers)
@@ -182,8 +184,8 @@ class Tiers:
                 leaf = param.sharded_param
                 if leaf.requires_grad:
                     storage.last_trained = name
-                if leaf.requires_grad and not hasattr(leaf, "_colotrain_watched"):
-                    leaf._colotrain_watched = True
+                if leaf.requires_grad and self.watched.get(name) is not leaf:
+                    self.watched[name] = leaf
                     hook = functools.partial(self._gradient, storage, name)
                     leaf.register_post_accumulate_grad_hook(hook)
 

@@ -125,14 +125,17 @@ class GatherPrefetch:
         self.order: dict[tuple[int, int], int] = {}
         """The last two groups gathered → the group that was gathered after them the last time."""
         self.gathered = (-1, -1)
+        self.watched: list[Any] = []
+        """Groups whose all-gathers are watched."""
 
     def watch(self, index: int, fsdp_group: Any) -> None:
         """After every all-gather of the group, drop its pages and read those of the next group."""
-        if hasattr(fsdp_group, "_colotrain_gather"):
+        if any(known is fsdp_group for known in self.watched):
             return
+        self.watched.append(fsdp_group)
         alone = is_on_one_rank(fsdp_group)  # then `wait_for_unshard` copies out of the shards
         name = "wait_for_unshard" if alone else "unshard"
-        gather = fsdp_group._colotrain_gather = getattr(fsdp_group, name)
+        gather = getattr(fsdp_group, name)
 
         @functools.wraps(gather)
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from colotrain.engine.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
 from colotrain.engine.waiting import waiting
-from colotrain.models.huggingface_attention import OWN_LAYERS
+from colotrain.models.facts import facts_of
 from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
@@ -308,7 +308,7 @@ def keep_stage_(
             module = model.get_submodule(path)
             if not held & {*module_tree.parameters(module)}:
                 module.forward = only_shape(module, compute_dtype)
-    model.__dict__[OWN_LAYERS] = lambda: len(stage.blocks_of(stage.chunk))
+    facts_of(model).layers_run = lambda: len(stage.blocks_of(stage.chunk))
     if chunks > 1 or not stage.is_last:
         model.forward = until_left(model.forward, lambda: stage.gives_loss(stage.chunk))
     return stage

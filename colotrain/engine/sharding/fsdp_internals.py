@@ -313,18 +313,18 @@ def as_strided_in(flat: Tensor, like: Tensor) -> Tensor:
 
 
 class GathersFromBelow(FSDPParam):
-    """FSDPParam whose input of the all-gather comes from `_colotrain_source`, on the GPU."""
+    """FSDPParam whose input of the all-gather comes from `source`, on the GPU."""
 
-    _colotrain_source: Callable[[], Tensor]
+    source: Callable[[], Tensor]
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
-        return [self._colotrain_source()]
+        return [self.source()]
 
 
 def gather_from(param: Any, source: Callable[[], Tensor]) -> None:
     """Take the input of the parameter's all-gather, flat and in its dtype, from `source()`."""
-    param._colotrain_source, param.__class__ = source, GathersFromBelow
+    param.source, param.__class__ = source, GathersFromBelow
 
 
 def rests_below(param: Any) -> bool:

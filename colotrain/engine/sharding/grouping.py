@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
-from colotrain.engine.changed_inputs import CHANGES_INPUTS, when_inputs_change
+from colotrain.engine.changed_inputs import CHANGING, when_inputs_change
 from colotrain.engine.model_blocks import (
     Block,
     Group,
@@ -222,7 +222,7 @@ def _trial(
     """Return block name → shape of each call's first input; None where the forward does not run.
 
     Blocks whose parameters are used outside their calls, in training or evaluation, are left out.
-    Blocks that change their inputs in place are marked with CHANGES_INPUTS.
+    Blocks that change their inputs in place are put into CHANGING.
     """
     seen: dict[str, list[Any]] = {name: [] for name, _ in blocks}
 
@@ -241,7 +241,7 @@ def _trial(
             for name, module in blocks:
                 block = trial.get_submodule(name)
                 block.register_forward_pre_hook(note(name))
-                when_inputs_change(block, partial(setattr, module, CHANGES_INPUTS, True))
+                when_inputs_change(block, partial(CHANGING.add, module))
             with uses:
                 trial(**inputs)
             calls = {name: list(shapes) for name, shapes in seen.items()}  # in training only

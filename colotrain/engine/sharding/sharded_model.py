@@ -75,11 +75,6 @@ class Group:
         """torch's records of the group's parameters (FSDPParam)."""
         return [param for group in self.fsdp_groups for param in group.fsdp_params]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is never gathered, because the ranks of a host share one copy of it."""
-        return any(hasattr(param, "_colotrain_unsharded") for param in self.params)
-
     def copy_out(self) -> None:
         """Free the group's all-gather buffer, if the last backward gathered the group in vain.
 
@@ -120,6 +115,9 @@ class ShardedModel:
 
     stage: Stage = field(default_factory=Stage)
     """The blocks that this rank holds, where there are pipeline stages."""
+
+    in_common: dict[str, Group] = field(default_factory=dict)
+    """Name → group that is never gathered now: the ranks of a host share one copy of it."""
 
     def order_of_calls(self) -> int:
         """Return a number that differs (almost surely) when the order of calls does.

@@ -70,8 +70,7 @@ class SharedParameters:
             self.memory = SharedMemory(
                 group, end, num_semaphores=1, share_of_free=SHARE_OF_FREE_MEMORY
             )
-        self.parts: dict[str, Group] = {}
-        """Group name → group whose parameters are in shared memory now."""
+        self.parts = sharded.in_common
 
     def _sizes(self, part: Group) -> list[int]:
         """Return the bytes of each parameter of `part`, whole and padded."""
@@ -83,6 +82,7 @@ class SharedParameters:
     def allocate(self, fresh: bool) -> None:
         """Move the sharded parameters to shared memory; `fresh` ones have no values to copy."""
         for part in self.sharded.groups:
+            memory: dict[Any, Tensor] = {}
             at, _ = self.ranges[part.name]
             for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
                 numel, whole = numel_of(param), flat_shard(param).detach()
@@ -90,10 +90,10 @@ class SharedParameters:
                     whole = self.memory.bytes(at, num_bytes).view(param.sharded_param.dtype)
                     own = whole[self.rank * numel : (self.rank + 1) * numel]
                     put_shard(param, own, fresh=fresh)
-                param._colotrain_unsharded = whole
+                memory[param] = whole
                 at += num_bytes
             for params in part.fsdp_groups:
-                SharedUnshard(params).replace_gathers()
+                SharedUnshard(params, memory).replace_gathers()
             self.parts[part.name] = part
         root = self.sharded.module
         root.register_forward_pre_hook(lambda *_: self._wait_for_updates(), prepend=True)
@@ -154,8 +154,10 @@ class SharedParameters:
 class SharedUnshard:
     """Replaces the all-gathers of one of `fully_shard`'s groups whose parameters are shared."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, memory: dict[Any, Tensor]) -> None:
         self.params, self.asked = params, False
+        self.memory = memory
+        """Record of a parameter → the whole parameter, flat and padded."""
 
     def replace_gathers(self) -> None:
         self.params.unshard, self.params.wait_for_unshard = self.unshard, self.wait_for_unshard
@@ -165,7 +167,6 @@ class SharedUnshard:
         """Let the whole parameters, which others refer to, be gathered from `size` ranks again."""
         del params.unshard, params.wait_for_unshard
         for param in params.fsdp_params:
-            del param._colotrain_unsharded
             if (whole := unsharded_of(param)) is None:
                 continue
             param.init_all_gather_outputs([numel_of(param)], [whole.dtype], size, params.device)
@@ -181,7 +182,7 @@ class SharedUnshard:
             return
         self.asked = False
         for param in self.params.fsdp_params:
-            _use(param, param._colotrain_unsharded)
+            _use(param, self.memory[param])
         register_unsharded(self.params)
 
 

@@ -143,7 +143,7 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
     if group.size() == 1:
         return []
     found = []
-    for part in (part for part in sharded.groups if not part.is_shared):
+    for part in (part for part in sharded.groups if part.name not in sharded.in_common):
         part.handle.unshard()
         gathered = [
             (name_of(param), whole.detach())
