@@ -111,12 +111,32 @@ def prepare(
     heartbeat: HeartbeatWriter | None = None,
 ) -> Run:
     """Build what a run consists of, and read the state from which it goes on. All must call."""
-    rank, seed = dist.get_rank(), plan.train.seed
+    rank = dist.get_rank()
     page_locked.tell_once(lambda text: events.write(Note(text=f"warning: rank {rank}: {text}")))
     configure_malloc_for_build()
-    comms = Groups(plan.ranks, plan.cluster.device)
     start = StartingPoint.choose(plan, rundir, events)
+    run = build_run(plan, rundir, start, device, events, stop, heartbeat)
+    copy = plan.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
+    seed_all(plan.train.seed * 100_003 + copy)  # dropout differs where activations do
+    start.restore_(run)
+    if run.tiers is None and run.optimizer.begins_with_zeros:
+        run.optimizer.prepare_state_()
+    configure_malloc_for_steps()
+    return run
+
+
+def build_run(
+    plan: RunPlan,
+    rundir: RunDir,
+    start: StartingPoint,
+    device: torch.device,
+    events: EventWriter,
+    stop: Callable[[], str | None],
+    heartbeat: HeartbeatWriter | None,
+) -> Run:
+    """Build the model, its data and its optimizer. Where `start` has state, values come later."""
     import_targets(plan)
+    rank = dist.get_rank()
     data = open_loaders(plan, rank, rundir)
     model = build_alike(plan, data, events)
     trial = first_micro_batch(data[0]) if rank == 0 else None
@@ -124,7 +144,7 @@ def prepare(
     building = Build(
         plan=plan,
         rundir=rundir,
-        comms=comms,
+        comms=Groups(plan.ranks, plan.cluster.device),
         model=model,
         trial=trial,
         tell=lambda text: events.write(Note(text=text)),
@@ -137,12 +157,6 @@ def prepare(
         add_references_(run)
     elif plan.model.distill is not None:
         ask_teacher_(run)
-    copy = comms.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
-    seed_all(seed * 100_003 + copy)  # dropout differs where activations do
-    start.restore_(run)
-    if run.tiers is None and run.optimizer.begins_with_zeros:
-        run.optimizer.prepare_state_()
-    configure_malloc_for_steps()
     return run
 
 

@@ -175,35 +175,11 @@ def shard_(
     for parameter in known.values():  # fully_shard takes only contiguous ones
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    compute = cast_dtype(plan.train.precision)
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32 if compute else None
-    )
-    # fully_shard takes neither scalars nor empty ones; every rank holds them whole (see
-    # `reduce_replicated_`); other stages' parameters stay on the meta device
-    ignored = {p for n, p in known.items() if not (p.ndim and p.numel() and stage.holds(n))}
-    options = {"mesh": comms.data_mesh, "mp_policy": policy, "ignored_params": ignored}
-    groups = []
-    for index, (name, modules) in enumerate(modules_of):
-        policy_of = _offload(offloads(index))
-        stays = stays_gathered(name, plan.plugin)
-        target = modules[0] if len(modules) == 1 else modules
-        fully_shard(target, reshard_after_forward=not stays, **options, **policy_of)  # type: ignore[call-overload]
-        chunk = stage.chunk_of(name)
-        groups.append(Group(name=name, handle=modules[0], stays_gathered=stays, chunk=chunk))  # type: ignore[arg-type]
-    root = _offload(offloads(len(modules_of)))
-    of_root = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
-    fully_shard(model, reshard_after_forward=False, **of_root, **root)  # type: ignore[call-overload]
-    if compute is not None:
+    modules_of = [*modules_of, ("", [model])]
+    groups = _fully_shard_(modules_of, plan, comms, stage, offloads)
+    if (compute := cast_dtype(plan.train.precision)) is not None:
         keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
-    stays = stays_gathered("", plan.plugin)
-    chunk = stage.chunk_of("")
-    groups.append(Group(name="", handle=model, stays_gathered=stays, chunk=chunk))  # type: ignore[arg-type]
-    for group in groups:
-        group.handle.set_gradient_divide_factor(1.0)
-        # gloo has no PREMUL_SUM, which a divide factor would ask for
-        group.handle.set_force_sum_reduction_for_comms(True)
     parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders)
     parts.freeze(frozen or {})
     sharded = ShardedModel(
@@ -222,12 +198,48 @@ def shard_(
     fsdp_groups = [params for group in groups for params in group.fsdp_groups]
     reduce_unused_(model, fsdp_groups)
     ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
-    for module in (*(m for _, modules in modules_of for m in modules), model):
+    for module in (module for _, modules in modules_of for module in modules):
         watch_tensors(module)
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
     return sharded
+
+
+def _fully_shard_(
+    modules_of: list[tuple[str, list[nn.Module]]],
+    plan: RunPlan,
+    comms: Groups,
+    stage: Stage,
+    offloads: Callable[[int], bool],
+) -> list[Group]:
+    """Apply torch's `fully_shard` to the modules of each group; the last one is the root's."""
+    compute, (_, (model,)) = cast_dtype(plan.train.precision), modules_of[-1]
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32 if compute else None
+    )
+    known = [*module_tree.named_parameters(model)]
+    # fully_shard takes neither scalars nor empty ones; every rank holds them whole (see
+    # `reduce_replicated_`); other stages' parameters stay on the meta device
+    ignored = {p for n, p in known if not (p.ndim and p.numel() and stage.holds(n))}
+    groups = []
+    for index, (name, modules) in enumerate(modules_of):
+        is_root, stays = index == len(modules_of) - 1, stays_gathered(name, plan.plugin)
+        fully_shard(  # type: ignore[call-overload]
+            modules[0] if len(modules) == 1 else modules,
+            mesh=comms.data_mesh,
+            mp_policy=replace(policy, cast_forward_inputs=False) if is_root else policy,
+            ignored_params=ignored,
+            reshard_after_forward=not (stays or is_root),
+            **_offload(offloads(index)),
+        )
+        handle = cast(Any, modules[0])
+        # gloo has no PREMUL_SUM, which a divide factor would ask for
+        handle.set_gradient_divide_factor(1.0)
+        handle.set_force_sum_reduction_for_comms(True)
+        chunk = stage.chunk_of(name)
+        groups.append(Group(name=name, handle=handle, stays_gathered=stays, chunk=chunk))
+    return groups
 
 
 def _cast_activations(
