@@ -193,7 +193,7 @@ def _drop_unknown(
     for group, name in list(choices.items()):
         file = cwd / Path(name).expanduser()
         if group == "recipe" and file.suffix in (".yaml", ".yml") and file.is_file():
-            choices[group] = file.stem
+            choices[group] = file.name
             search = search.with_recipes_of(file.parent)
         elif search.find(f"{group}/{name}") is None:
             problems.append(search.unknown(group, name))

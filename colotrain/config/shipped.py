@@ -45,10 +45,9 @@ class Search:
         if not name:
             file = shipped("conf") / f"{PRIMARY}.yaml"
             return file if group == PRIMARY else None
-        stem = name.removesuffix(".yaml")
-        folders = self._folders(group)
-        candidates = (folder / f"{stem}{ending}" for folder in folders for ending in ENDINGS)
-        return next((file for file in candidates if stem and file.is_file()), None)
+        endings = ("",) if name.endswith(ENDINGS) else ENDINGS
+        candidates = (f / f"{name}{ending}" for f in self._folders(group) for ending in endings)
+        return next((file for file in candidates if file.is_file()), None)
 
     def group_of(self, group: str, name: str) -> str:
         """Return the group that has `name`: GPU files moved from `cluster` to `hardware`."""
