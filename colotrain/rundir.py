@@ -109,6 +109,27 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
+    @staticmethod
+    def holding(file: Path) -> RunDir | None:
+        """Return the run directory in which a file lies; None if it lies in none.
+
+        The current folder and those above it are the user's own: files in them count only if they
+        have the name of a run's configuration. A file of that name that is JSON, as `run` writes
+        it, counts anywhere.
+        """
+        file, here = file.resolve(), Path.cwd()
+        is_config = file.stem == RunDir(file.parent).config_file.stem
+        if is_config and _begins_with(file, b"{"):
+            return RunDir(file.parent)
+        for folder in file.parents:
+            if here.is_relative_to(folder) and not (is_config and folder == file.parent):
+                return None
+            rundir = RunDir(folder)
+            files = (rundir.plan_file, rundir.signature_file, rundir.launcher_file)
+            if any(path.exists() for path in (*files, rundir.launcher_events, rundir.heartbeats)):
+                return rundir
+        return None
+
     @property
     def name(self) -> str:
         return self.path.name
@@ -324,6 +345,13 @@ def regular(path: str | Path, flags: int) -> int:
         os.close(handle)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return handle
+
+
+def _begins_with(file: Path, begin: bytes) -> bool:
+    """Whether a regular file can be read and begins with these bytes."""
+    with suppress(OSError), open(regular(file, os.O_RDONLY), "rb") as opened:
+        return opened.read(len(begin)) == begin
+    return False
 
 
 def read_text(path: Path) -> str:

@@ -7,8 +7,9 @@ packages; Hydra's application part (logging, output folders, working directories
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ from colotrain.config.values import (
 )
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import MISSING, to_plain
+from colotrain.rundir import RunDir
 
+_WORD = re.compile(r"[A-Za-z_/][\w./:-]*", re.ASCII)
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
@@ -101,9 +104,22 @@ def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None
             choices.setdefault(found, name)
 
 
-def as_override(key: str, value: str) -> str:
-    """Return KEY=VALUE that Hydra's grammar reads as exactly this text, with any characters."""
-    return f"{key}={QuotedString(text=value, quote=Quote.double).with_quotes()}"
+def as_override(key: str, value: Any) -> str:
+    """Return KEY=VALUE that Hydra's grammar reads as exactly this plain data."""
+    return f"{key}={_as_written(value)}"
+
+
+def _as_written(value: Any) -> str:
+    """Write a value of an override; texts are quoted where they could be read otherwise."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_as_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_as_written, value)) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _WORD.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
+        return value
+    return QuotedString(text=value, quote=Quote.double).with_quotes()
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -310,7 +326,14 @@ class _Layers(ConfigRepository):
 
     def _read(self, file: Path) -> ConfigFile:
         if file not in self.files:
-            self.files[file] = read_file(file, self.problems)
+            if RunDir.holding(file) is None:
+                self.files[file] = read_file(file, self.problems)
+            else:
+                expected = "a recipe of your own, no file of a run directory"
+                fix = "look at it, and copy it to recipes/NAME.yaml in your folder"
+                key = display_path(file)
+                self.problems.append(Problem(key=key, expected=expected, fix=fix))
+                self.files[file] = ConfigFile(settings=OmegaConf.create({}), package=None)
         return self.files[file]
 
     def _defaults(self, config_path: str, settings: DictConfig, file: Path) -> list[InputDefault]:

@@ -177,7 +177,8 @@ def resume(
     if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
-        trust.check(rundir, own, trusted=trust_code, given=fetching.runs_dir_of(run))
+        given_address = fetching.runs_dir_of(run)
+        trust.check_resumed(rundir, own, trusted=trust_code, given=given_address)
         return train(own, rundir, None, as_json=as_json)
     from colotrain.config.compose import as_override
 
@@ -204,7 +205,8 @@ def fetch_trusted(
     if any(text.lstrip("+~").startswith("runs_dir") for text in overrides):
         return
     plan, given = rundir.plan(), fetching.runs_dir_of(run)
-    trust.check(rundir, plan, trusted=trusted, only=("runs_dir",), given=given)
+    fix = f"{trust.TRUST_IT}, or {trust.GIVE_IT}"
+    trust.check(rundir, plan, trusted=trusted, only=("runs_dir",), given=given, fix=fix)
     fetching.fetch_to_resume(rundir, plan.runs_dir)
 
 
