@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -59,7 +60,6 @@ class RunDir:
     profile_request_file = _At("control/profile.json")
     """File whose presence asks for traces of the next steps."""
     traces = _At("traces")
-    """Traces of torch's profiler."""
     heartbeats = _At("control/heartbeats")
     """Folder of the ranks' heartbeats."""
     rendezvous_file = _At("control/meeting.json")
@@ -109,26 +109,11 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
-    @staticmethod
-    def holding(file: Path) -> RunDir | None:
-        """Return the run directory in which a file lies; None if it lies in none.
-
-        The current folder and those above it are the user's own: files in them count only if they
-        have the name of a run's configuration. A file of that name that is JSON, as `run` writes
-        it, counts anywhere.
-        """
-        file, here = file.resolve(), Path.cwd()
-        is_config = file.stem == RunDir(file.parent).config_file.stem
-        if is_config and _begins_with(file, b"{"):
-            return RunDir(file.parent)
-        for folder in file.parents:
-            if here.is_relative_to(folder) and not (is_config and folder == file.parent):
-                return None
-            rundir = RunDir(folder)
-            files = (rundir.plan_file, rundir.signature_file, rundir.launcher_file)
-            if any(path.exists() for path in (*files, rundir.launcher_events, rundir.heartbeats)):
-                return rundir
-        return None
+    @property
+    def argument(self) -> str:
+        """Word of a shell by which a command in the current folder finds the run."""
+        path = os.path.join(".", os.path.relpath(self.path))
+        return shlex.quote(self.name if self.path == RUNS.absolute() / self.name else path)
 
     @property
     def name(self) -> str:
@@ -263,13 +248,9 @@ class RunDir:
 
     def next_attempt(self) -> int:
         """Return one more than the highest attempt with an event file, or 0."""
-        found = re.compile(r"-attempt(\d+)\.jsonl$")
-        numbers = [
-            int(m[1])
-            for entry in self.events.glob("rank*.jsonl")
-            if (m := found.search(entry.name))
-        ]
-        return max(numbers, default=-1) + 1
+        ending = re.compile(r"-attempt(\d+)\.jsonl$")
+        found = (ending.search(entry.name) for entry in self.events.glob("rank*.jsonl"))
+        return max((int(match[1]) for match in found if match), default=-1) + 1
 
     @staticmethod
     def find(name: str, *, root: Path = RUNS) -> RunDir:
@@ -277,10 +258,10 @@ class RunDir:
         for candidate in (root / name, Path(name)):
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
-        known = RunDir.all(root)
         raise UsageError(
             f"no run {name!r}",
-            suggest(name, (run.name for run in known)) or f"there are none: {HOW_TO_START}",
+            suggest(name, (run.name for run in RunDir.all(root)))
+            or f"there are none: {HOW_TO_START}",
         )
 
     @staticmethod
@@ -345,13 +326,6 @@ def regular(path: str | Path, flags: int) -> int:
         os.close(handle)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return handle
-
-
-def _begins_with(file: Path, begin: bytes) -> bool:
-    """Whether a regular file can be read and begins with these bytes."""
-    with suppress(OSError), open(regular(file, os.O_RDONLY), "rb") as opened:
-        return opened.read(len(begin)) == begin
-    return False
 
 
 def read_text(path: Path) -> str:

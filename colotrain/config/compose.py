@@ -7,9 +7,8 @@ packages; Hydra's application part (logging, output folders, working directories
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +28,7 @@ from colotrain.config import overrides as wrong
 from colotrain.config.files import ConfigFile, display_path, first_line, read_file
 from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
-from colotrain.config.shipped import GROUPS, PRIMARY, Search
+from colotrain.config.shipped import GROUPS, PRIMARY, Search, run_holding
 from colotrain.config.values import (
     clear_args_,
     delete_,
@@ -41,9 +40,7 @@ from colotrain.config.values import (
 )
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import MISSING, to_plain
-from colotrain.rundir import RunDir
 
-_WORD = re.compile(r"[A-Za-z_/][\w./:-]*", re.ASCII)
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
@@ -102,24 +99,6 @@ def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None
             notices.append(f"{group}={name} is {found}={name} now, and was taken for it")
             del choices[group]
             choices.setdefault(found, name)
-
-
-def as_override(key: str, value: Any) -> str:
-    """Return KEY=VALUE that Hydra's grammar reads as exactly this plain data."""
-    return f"{key}={_as_written(value)}"
-
-
-def _as_written(value: Any) -> str:
-    """Write a value of an override; texts are quoted where they could be read otherwise."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_as_written(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_as_written, value)) + "]"
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if _WORD.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
-        return value
-    return QuotedString(text=value, quote=Quote.double).with_quotes()
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -326,7 +305,7 @@ class _Layers(ConfigRepository):
 
     def _read(self, file: Path) -> ConfigFile:
         if file not in self.files:
-            if RunDir.holding(file) is None:
+            if run_holding(file) is None:
                 self.files[file] = read_file(file, self.problems)
             else:
                 expected = "a recipe of your own, no file of a run directory"

@@ -9,6 +9,7 @@ from typing import Any
 
 from colotrain import host
 from colotrain.config.checks import split_address
+from colotrain.config.shipped import run_holding
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forked_calls import ForkedCaller
@@ -139,7 +140,7 @@ def compose(
 def _run_of(recipe: str | None) -> RunDir | None:
     """Return the run directory whose configuration is given as a recipe; None for other recipes."""
     file = Path(recipe or "").expanduser()
-    is_saved = file.name == RunDir(file.parent).config_file.name and RunDir.holding(file)
+    is_saved = file.name == RunDir(file.parent).config_file.name and run_holding(file)
     return RunDir(file.parent) if is_saved else None
 
 

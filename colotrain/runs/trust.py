@@ -19,7 +19,7 @@ from typing import Any
 
 from colotrain import signatures
 from colotrain.errors import UsageError, shortened
-from colotrain.records import to_plain
+from colotrain.records import as_override, to_plain
 from colotrain.rundir import OFFLOAD, RunDir, read_json, read_text, write_atomically
 from colotrain.signatures import is_signed
 from colotrain.spec.plan import RunPlan
@@ -213,7 +213,7 @@ def check_resumed(
 
     A plan has other keys than settings have, and with settings its configuration is composed anew.
     """
-    from colotrain.config.compose import as_override, gather
+    from colotrain.config.compose import gather
 
     if wrong := _refused(rundir, plan, trusted=trusted, only=(), given=given):
         named = {}
@@ -284,8 +284,6 @@ def check_config(
 
 def _refusal(file: Path, named: Mapping[str, Any], fix: str) -> UsageError:
     """Return the error, which shows what a configuration names as arguments for a shell."""
-    from colotrain.config.compose import as_override
-
     shown = [
         shlex.quote(shortened(as_override(key, value), MOST_OF_VALUE))
         for key, value in named.items()
