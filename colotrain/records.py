@@ -6,6 +6,9 @@ Standard library only: workers and dashboards read plans with it.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import shlex
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +19,10 @@ from typing import Any, Literal, TypeVar, Union, cast
 from colotrain.errors import ConfigError, Problem, suggest
 
 MISSING = "???"  # OmegaConf's marker of a value that must be given
+
+_WORD = re.compile(r"[A-Za-z_/][\w./:-]*", re.ASCII)
+_VALUES = ("null", "true", "false", "nan", "inf")
+"""Words that Hydra's grammar takes for other values than texts."""
 
 T = TypeVar("T")
 
@@ -33,6 +40,31 @@ def to_plain(record: Any) -> Any:
     if isinstance(record, list | tuple | set | frozenset):
         return [to_plain(value) for value in record]
     return record
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return KEY=VALUE that Hydra's grammar reads as exactly this plain data."""
+    return f"{key}={_as_written(value)}"
+
+
+def as_argument(key: str, value: Any) -> str:
+    """Return `as_override` as a word for a shell, for commands that a message advises."""
+    return shlex.quote(as_override(key, value))
+
+
+def _as_written(value: Any) -> str:
+    """Write a value of an override; texts are quoted where they could be read otherwise."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_as_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_as_written, value)) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _WORD.fullmatch(value) and value.lower() not in _VALUES:
+        return value
+    # backslashes are themselves, except before a quote
+    doubled = re.sub(r'(\\*)("|\Z)', lambda at: at[1] * 2 + '\\"' * bool(at[2]), value)
+    return f'"{doubled}"'
 
 
 def same_fields(record: Any, cls: type) -> dict[str, Any]:

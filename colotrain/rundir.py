@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -59,7 +60,6 @@ class RunDir:
     profile_request_file = _At("control/profile.json")
     """File whose presence asks for traces of the next steps."""
     traces = _At("traces")
-    """Traces of torch's profiler."""
     heartbeats = _At("control/heartbeats")
     """Folder of the ranks' heartbeats."""
     rendezvous_file = _At("control/meeting.json")
@@ -108,6 +108,12 @@ class RunDir:
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
+
+    @property
+    def argument(self) -> str:
+        """Word of a shell by which a command in the current folder finds the run."""
+        path = os.path.join(".", os.path.relpath(self.path))
+        return shlex.quote(self.name if self.path == RUNS.absolute() / self.name else path)
 
     @property
     def name(self) -> str:
@@ -242,13 +248,9 @@ class RunDir:
 
     def next_attempt(self) -> int:
         """Return one more than the highest attempt with an event file, or 0."""
-        found = re.compile(r"-attempt(\d+)\.jsonl$")
-        numbers = [
-            int(m[1])
-            for entry in self.events.glob("rank*.jsonl")
-            if (m := found.search(entry.name))
-        ]
-        return max(numbers, default=-1) + 1
+        ending = re.compile(r"-attempt(\d+)\.jsonl$")
+        found = (ending.search(entry.name) for entry in self.events.glob("rank*.jsonl"))
+        return max((int(match[1]) for match in found if match), default=-1) + 1
 
     @staticmethod
     def find(name: str, *, root: Path = RUNS) -> RunDir:
@@ -256,10 +258,10 @@ class RunDir:
         for candidate in (root / name, Path(name)):
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
-        known = RunDir.all(root)
         raise UsageError(
             f"no run {name!r}",
-            suggest(name, (run.name for run in known)) or f"there are none: {HOW_TO_START}",
+            suggest(name, (run.name for run in RunDir.all(root)))
+            or f"there are none: {HOW_TO_START}",
         )
 
     @staticmethod

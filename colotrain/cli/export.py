@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,7 @@ def _check(
     if step is None and (folder / RECEIPT).is_file():
         step = int(read_receipt(folder)["run"]["step"])
     checkpoint = choose(rundir, step)
-    repeat = f"colotrain export {folder} --check"
+    repeat = shlex.join(["colotrain", "export", str(folder), "--check"])
     return _report(
         check(rundir, checkpoint, folder, repeat=repeat), folder, as_json=as_json, done=done
     )

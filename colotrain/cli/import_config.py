@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.errors import ConfigError, UsageError
+from colotrain.records import as_argument, as_override
 from colotrain.rundir import write_atomically
 from colotrain.show.console import print_json, stdout_console
 
@@ -56,7 +57,6 @@ def _stem(source: Path) -> str:
 
 def _problems(target: Path) -> list[str]:
     """Return the problems that keep the recipe from being a valid plan."""
-    from colotrain.config.compose import as_override
     from colotrain.runs.resolving import plan_from
 
     try:
@@ -110,7 +110,9 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
     console.print(f"\n{len(found)} keys: {said}")
     for line in missing_settings(kind, found):
         console.print(line, soft_wrap=True)
-    console.print(f"{target} is written: colotrain plan recipe={target.stem}", soft_wrap=True)
+    recipe = target.stem if target.parent == Path("recipes") else str(target)
+    command = f"colotrain plan {as_argument('recipe', recipe)}"
+    console.print(Text(f"{target} is written: {command}"), soft_wrap=True)
     for question in questions(found):
         console.print(f"{MEANING['asked']}: {question}", style="yellow", soft_wrap=True)
     for problem in problems:

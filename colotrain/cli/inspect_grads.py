@@ -83,7 +83,7 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
         check_noise(rundir.plan())
     record = ask(rundir, noise=choice.noise) if live else recorded(rundir, step)
     if choice.noise and record.noise is None:
-        fix = f"ask a running one with `colotrain inspect-grads --live --noise {rundir.name}`"
+        fix = f"ask a running one with `colotrain inspect-grads --live --noise {rundir.argument}`"
         raise UsageError(f"{rundir.name}: the noise of step {record.step} was not measured", fix)
     return show(rundir, record, choice)
 
@@ -132,7 +132,7 @@ def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
         now = state(rundir, follow(rundir, ranks={0}))
         fix = "set observe.grads_every, or look at one step of its plan: `inspect-grads KEY=VALUE`"
         if now in ("starting", "running"):
-            fix = f"ask for one with `colotrain inspect-grads --live {rundir.name}`, or wait"
+            fix = f"ask for one with `colotrain inspect-grads --live {rundir.argument}`, or wait"
         raise UsageError(f"{rundir.name} ({now}): has no gradient records", fix)
     near = ", ".join(map(str, sorted(sorted(steps, key=lambda at: abs(at - (step or 0)))[:6])))
     raise UsageError(f"{rundir.name}: has no record of step {step}", f"near it are {near}")

@@ -20,7 +20,7 @@ from colotrain.planner.communication import traffic
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import non_model_bytes
-from colotrain.records import to_plain
+from colotrain.records import as_argument, to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, resolve_config
 from colotrain.show.console import print_json, stdout_console
@@ -58,8 +58,8 @@ def plan(
         refuse("a run", compare=compare, **others)
         return show_run(words[0], as_json=as_json)
     if run := next((word for word in words if _names_a_run(word)), None):
-        config = RunDir.find(run).config_file
-        fix = f"`colotrain plan recipe={config} KEY=VALUE` plans what it was with changes"
+        recipe = as_argument("recipe", str(RunDir.find(run).config_file))
+        fix = f"`colotrain plan {recipe} KEY=VALUE` plans what it was with changes"
         raise UsageError(f"{run}: a run is shown as it was, without settings beside it", fix)
     if compare is not None:
         refuse("--compare", advise=advise, trace=cross_check, svg=svg)

@@ -18,7 +18,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
@@ -28,7 +28,7 @@ from colotrain.config import overrides as wrong
 from colotrain.config.files import ConfigFile, display_path, first_line, read_file
 from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
-from colotrain.config.shipped import GROUPS, PRIMARY, Search
+from colotrain.config.shipped import GROUPS, PRIMARY, Search, run_holding
 from colotrain.config.values import (
     clear_args_,
     delete_,
@@ -99,11 +99,6 @@ def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None
             notices.append(f"{group}={name} is {found}={name} now, and was taken for it")
             del choices[group]
             choices.setdefault(found, name)
-
-
-def as_override(key: str, value: str) -> str:
-    """Return KEY=VALUE that Hydra's grammar reads as exactly this text, with any characters."""
-    return f"{key}={QuotedString(text=value, quote=Quote.double).with_quotes()}"
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -193,7 +188,7 @@ def _drop_unknown(
     for group, name in list(choices.items()):
         file = cwd / Path(name).expanduser()
         if group == "recipe" and file.suffix in (".yaml", ".yml") and file.is_file():
-            choices[group] = file.stem
+            choices[group] = file.name
             search = search.with_recipes_of(file.parent)
         elif search.find(f"{group}/{name}") is None:
             problems.append(search.unknown(group, name))
@@ -310,7 +305,14 @@ class _Layers(ConfigRepository):
 
     def _read(self, file: Path) -> ConfigFile:
         if file not in self.files:
-            self.files[file] = read_file(file, self.problems)
+            if run_holding(file) is None:
+                self.files[file] = read_file(file, self.problems)
+            else:
+                expected = "a recipe of your own, no file of a run directory"
+                fix = "look at it, and copy it to recipes/NAME.yaml in your folder"
+                key = display_path(file)
+                self.problems.append(Problem(key=key, expected=expected, fix=fix))
+                self.files[file] = ConfigFile(settings=OmegaConf.create({}), package=None)
         return self.files[file]
 
     def _defaults(self, config_path: str, settings: DictConfig, file: Path) -> list[InputDefault]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from colotrain.config.schema import Config
 from colotrain.config.shipped import NAMED, Search
 from colotrain.errors import Problem, suggest
-from colotrain.records import leaves
+from colotrain.records import as_argument, leaves
 
 
 def not_an_override(text: str, search: Search) -> Problem:
@@ -18,7 +18,8 @@ def not_an_override(text: str, search: Search) -> Problem:
     if groups:
         hint = "did you mean " + " or ".join(f"{group}={text}" for group in groups) + "?"
     elif text and text not in leaves(Config) and Path(text).exists():
-        hint = f"write data.path={text}, model.hf={text} or recipe={text}, as what it is"
+        ways = [as_argument(key, text) for key in ("data.path", "model.hf", "recipe")]
+        hint = f"write {', '.join(ways[:2])} or {ways[2]}, as what it is"
     elif text in leaves(Config) or not hint.startswith("did you mean"):
         hint = f"write {text}=VALUE" if text in leaves(Config) else "as in train.max_steps=10"
     return Problem(key=text or "''", expected="KEY=VALUE", fix=hint)
@@ -34,7 +35,7 @@ def wrong_key(text: str) -> Problem:
 def wrong_value(text: str, reason: str) -> Problem:
     """Return the problem of a value that Hydra's grammar rejects; most need quotes."""
     key, _, value = text.partition("=")
-    fix = f"""quote it: '{key}="{value}"'"""
+    fix = f"quote it: {as_argument(key, value)}"
     if value.startswith(("[", "{", '"', "'")):
         fix = "close every bracket and quote, and put the whole argument in single quotes"
     expected = f"a value that Hydra's grammar can read ({reason})"

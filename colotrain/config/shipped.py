@@ -1,7 +1,12 @@
-"""Lookup of recipes and configuration groups: in the user's folders, then the shipped ones."""
+"""Lookup of recipes and configuration groups: in the user's folders, then the shipped ones.
+
+Files of run directories are none of them.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +14,7 @@ from typing import Literal
 from colotrain.config.schema import Config
 from colotrain.errors import Problem, suggest
 from colotrain.records import field_types, sections
+from colotrain.rundir import RunDir, regular
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PRIMARY = "colotrain"
@@ -45,10 +51,9 @@ class Search:
         if not name:
             file = shipped("conf") / f"{PRIMARY}.yaml"
             return file if group == PRIMARY else None
-        stem = name.removesuffix(".yaml")
-        folders = self._folders(group)
-        candidates = (folder / f"{stem}{ending}" for folder in folders for ending in ENDINGS)
-        return next((file for file in candidates if stem and file.is_file()), None)
+        endings = ("",) if name.endswith(ENDINGS) else ENDINGS
+        candidates = (f / f"{name}{ending}" for f in self._folders(group) for ending in endings)
+        return next((file for file in candidates if file.is_file()), None)
 
     def group_of(self, group: str, name: str) -> str:
         """Return the group that has `name`: GPU files moved from `cluster` to `hardware`."""
@@ -91,3 +96,31 @@ class Search:
 
 def recipe_names(cwd: Path | None = None) -> list[str]:
     return Search.at(cwd or Path.cwd()).names("recipe")
+
+
+def run_holding(file: Path) -> RunDir | None:
+    """Return the run directory in which a file lies; None if it lies in none.
+
+    The current folder and those above it are the user's own: files in them count only if they
+    have the name of a run's configuration. A file of that name that is JSON, as `run` writes
+    it, counts anywhere.
+    """
+    file, here = file.resolve(), Path.cwd()
+    is_config = file.stem == RunDir(file.parent).config_file.stem
+    if is_config and _begins_with(file, b"{"):
+        return RunDir(file.parent)
+    for folder in file.parents:
+        if here.is_relative_to(folder) and not (is_config and folder == file.parent):
+            return None
+        rundir = RunDir(folder)
+        files = (rundir.plan_file, rundir.signature_file, rundir.launcher_file)
+        if any(path.exists() for path in (*files, rundir.launcher_events, rundir.heartbeats)):
+            return rundir
+    return None
+
+
+def _begins_with(file: Path, begin: bytes) -> bool:
+    """Whether a regular file can be read and begins with these bytes."""
+    with suppress(OSError), open(regular(file, os.O_RDONLY), "rb") as opened:
+        return opened.read(len(begin)) == begin
+    return False

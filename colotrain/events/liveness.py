@@ -62,7 +62,7 @@ def claim(rundir: RunDir) -> contextlib.ExitStack:
         if succeeds and is_alive(rundir) is None:  # its node was lost
             holder = None
         if holder is not None and holder != mine and _holds(rundir, now=time_there):
-            fix = f"stop it with `colotrain stop {rundir.name}`"
+            fix = f"stop it with `colotrain stop {rundir.argument}`"
             if is_alive(rundir) is None:
                 fix += f", or wait until it has been silent for {SILENT_S:.0f} s"
             where = f"process {holder.pid} on {holder.host}"

@@ -213,7 +213,7 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
 
     left = [f for f in found if f.outcome in ("asked", "none", "unknown")]
     lines = [
-        f"# From {source.name} ({kind}), by `colotrain import-config`.",
+        _comment(f"From {source.name} ({kind}), by `colotrain import-config`."),
         f"# model, data: {MEANING['asked']} ({OWN})",
     ]
     lines += [

@@ -375,7 +375,7 @@ def _how_it_ended(rundir: RunDir, view: RunView, ended: str, *, is_job: bool) ->
     saved, goes_on = "; nothing was saved", "starts over"
     if view.checkpoint:
         saved, goes_on = f"; saved at step {view.checkpoint.step}", "continues"
-    again = naming.submit_again(rundir) if is_job else f"`colotrain resume {rundir.name}`"
+    again = naming.submit_again(rundir) if is_job else f"`colotrain resume {rundir.argument}`"
     hint = "" if ended == "finished" else f"; {again} {goes_on}"
     cause = f" ({view.cause})" if view.cause else ""
     return clean(f"{rundir.name}: {ended}{cause} after step {view.steps}{saved}{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from colotrain.config.schema import Config
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events import liveness
-from colotrain.records import read, to_plain
+from colotrain.records import as_argument, read, to_plain
 from colotrain.rundir import RunDir, read_json
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER
@@ -58,9 +59,9 @@ def check_name(
         if len(changed) > MOST_SHOWN:
             keys = ", ".join(key for key, _, _ in changed[:MOST_SHOWN])
             what = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
-        change = f"`colotrain resume {rundir.name} KEY=VALUE`"
+        change = f"`colotrain resume {rundir.argument} KEY=VALUE`"
         if recall(rundir):  # it was submitted and has to go on as a job
-            change = f"one with checkpoint.resume={os.path.relpath(rundir.path)}"
+            change = f"one with {as_argument('checkpoint.resume', os.path.relpath(rundir.path))}"
         raise UsageError(
             f"name={rundir.name}: that run was made with other settings: {what}",
             f"choose another name, or {change} to go on with changes, or --overwrite to "
@@ -97,7 +98,7 @@ def print_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
     tell(
         f"{rundir.name} has finished its {summary['steps']} steps already{early}, with these "
         "settings: "
-        f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name "
+        f"`colotrain resume {rundir.argument} train.max_steps=N` trains on, another name "
         "starts a new run"
     )
 
@@ -120,7 +121,7 @@ def check_job(rundir: RunDir) -> None:
     if known and state and state.state not in OVER:
         raise UsageError(
             f"name={rundir.name}: job {known.job} has this run ({state.state})",
-            f"choose another name, or `colotrain stop {rundir.name}`",
+            f"choose another name, or `colotrain stop {rundir.argument}`",
         )
 
 
@@ -130,7 +131,7 @@ def _config_of(rundir: RunDir) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ColotrainError(
             f"name={rundir.name}: what that run was made with cannot be read ({error})",
-            f"choose another name, or `colotrain resume {rundir.name}`",
+            f"choose another name, or `colotrain resume {rundir.argument}`",
         ) from error
     return document if isinstance(document, dict) else {}
 
@@ -190,8 +191,8 @@ def _flat(plain: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def submit_again(rundir: RunDir, overrides: Sequence[str] = ()) -> str:
     """Return the command that continues the run as a job; changed settings need a new name."""
-    command = f"colotrain submit recipe={os.path.relpath(rundir.config_file)}"
+    recipe = as_argument("recipe", os.path.relpath(rundir.config_file))
     if not overrides:
-        return f"`{command} name={rundir.name}`"
-    begin = f"checkpoint.resume={os.path.relpath(rundir.path)}"
-    return f"`{command} name=NEW {begin} {' '.join(overrides)}`"
+        return f"`colotrain submit {recipe} {as_argument('name', rundir.name)}`"
+    begin = as_argument("checkpoint.resume", os.path.relpath(rundir.path))
+    return f"`colotrain submit {recipe} name=NEW {begin} {shlex.join(overrides)}`"

@@ -9,6 +9,7 @@ from typing import Any
 
 from colotrain import host
 from colotrain.config.checks import split_address
+from colotrain.config.shipped import run_holding
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forked_calls import ForkedCaller
@@ -125,21 +126,22 @@ def compose(
     from colotrain.config.compose import gather, recipe_of
 
     words = list(overrides)
+    fix = {}
     if saved is None and (saved := _run_of(recipe_of(words))):
         words = [word for word in words if not word.lstrip("+").startswith("recipe=")]
+        fix = {"fix": f"{trust.GIVE_IT}, or {trust.KEEP_IT}"}
     if saved is None:
         return gather(words, notices=notices)
     config, problems = gather(words, notices=notices, saved=trust.read_config(saved))
-    trust.check_config(saved, config, arguments=gather(words)[0], trusted=trusted)
+    trust.check_config(saved, config, arguments=gather(words)[0], trusted=trusted, **fix)
     return config, problems
 
 
 def _run_of(recipe: str | None) -> RunDir | None:
     """Return the run directory whose configuration is given as a recipe; None for other recipes."""
     file = Path(recipe or "").expanduser()
-    rundir = RunDir(file.parent)
-    is_saved = file.name == rundir.config_file.name and rundir.plan_file.exists()
-    return rundir if is_saved else None
+    is_saved = file.name == RunDir(file.parent).config_file.name and run_holding(file)
+    return RunDir(file.parent) if is_saved else None
 
 
 def _check_allocation(config: dict[str, Any], plan: RunPlan, submit: str) -> None:

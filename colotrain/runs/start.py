@@ -20,6 +20,7 @@ from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forkserver import warm_up
 from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
+from colotrain.records import as_override
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, fetching, naming, smoke, trust
 from colotrain.runs import detach as detached
@@ -83,9 +84,10 @@ def run(
         return report_finished(rundir, summary, as_json=as_json)
     named = plan.checkpoint.resume not in ("auto", "none")
     if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
+        back = f"`colotrain resume {rundir.argument} checkpoint.resume=PATH` goes back"
         tell(
             f"{plan.name} has checkpoints of its own and goes on from the newest, not from "
-            f"checkpoint.resume; `colotrain resume {plan.name} checkpoint.resume=PATH` goes back"
+            f"checkpoint.resume; {back}"
         )
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
@@ -177,10 +179,8 @@ def resume(
     if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
-        trust.check(rundir, own, trusted=trust_code, given=fetching.runs_dir_of(run))
+        trust.check_resumed(rundir, own, trusted=trust_code, given=fetching.runs_dir_of(run))
         return train(own, rundir, None, as_json=as_json)
-    from colotrain.config.compose import as_override
-
     stored = [as_override(key, text) for key, text in fetching.runs_dir_of(run).items()]
     words = [*stored, *overrides, as_override("name", rundir.name)]
     resolved = resolve_config(words, several=True, submit=submit, saved=rundir, trusted=trust_code)
@@ -204,7 +204,8 @@ def fetch_trusted(
     if any(text.lstrip("+~").startswith("runs_dir") for text in overrides):
         return
     plan, given = rundir.plan(), fetching.runs_dir_of(run)
-    trust.check(rundir, plan, trusted=trusted, only=("runs_dir",), given=given)
+    fix = f"{trust.TRUST_IT}, or {trust.GIVE_IT}"
+    trust.check(rundir, plan, trusted=trusted, only=("runs_dir",), given=given, fix=fix)
     fetching.fetch_to_resume(rundir, plan.runs_dir)
 
 
@@ -294,11 +295,11 @@ def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:
     """Return how to continue a run that ended early."""
     from colotrain.engine.checkpoint.manifest import complete
 
-    saved = complete(rundir.checkpoints)
-    if saved:
-        return f"`colotrain resume {rundir.name}` goes on from {saved[0].name}"
+    command = f"`colotrain resume {rundir.argument}`"
+    if saved := complete(rundir.checkpoints):
+        return f"{command} goes on from {saved[0].name}"
     why = "" if plan.checkpoint.enabled else " (checkpoint.every=0)"
-    return f"nothing was saved{why}: `colotrain resume {rundir.name}` begins with the first step"
+    return f"nothing was saved{why}: {command} begins with the first step"
 
 
 def summarize(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:

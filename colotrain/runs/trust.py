@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from colotrain import signatures
-from colotrain.errors import UsageError
-from colotrain.records import to_plain
+from colotrain.errors import UsageError, shortened
+from colotrain.records import as_override, to_plain
 from colotrain.rundir import OFFLOAD, RunDir, read_json, read_text, write_atomically
 from colotrain.signatures import is_signed
 from colotrain.spec.plan import RunPlan
@@ -103,8 +105,10 @@ Numbers and truth values of these are allowed as well. What stands nowhere here 
 a key has precedence over its section.
 """
 MOST_NAMED = 8
-ARGUMENTS = {"model.loss": "train.loss"}
-"""Key of a plan → the argument that sets it, where the names differ."""
+MOST_OF_VALUE = 200
+TRUST_IT = "add --trust-code"
+GIVE_IT = "give these settings as arguments"
+KEEP_IT = "copy the file to recipes/NAME.yaml in your folder, where it is a recipe of your own"
 
 
 def calls(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,24 +195,56 @@ def check(
     trusted: bool,
     only: Iterable[str] = (),
     given: Mapping[str, Any] | None = None,
+    fix: str = TRUST_IT,
 ) -> None:
     """Raise `UsageError` if the plan names what it may not, and is not signed.
 
     `only`: keys or sections of the plan that matter; empty: all. `given`: settings that this user
-    gave as arguments, by key.
+    gave as arguments, by key. `fix`: what the user of this command can do.
     """
+    if wrong := _refused(rundir, plan, trusted=trusted, only=only, given=given or {}):
+        raise _refusal(rundir.plan_file, wrong, fix)
+
+
+def check_resumed(
+    rundir: RunDir, plan: RunPlan, *, trusted: bool, given: Mapping[str, Any]
+) -> None:
+    """Same as `check` for `resume` without settings; those that it advises are a configuration's.
+
+    A plan has other keys than settings have, and with settings its configuration is composed anew.
+    """
+    from colotrain.config.compose import gather
+
+    if wrong := _refused(rundir, plan, trusted=trusted, only=(), given=given):
+        named = {}
+        with suppress(UsageError):
+            own = calls(gather([as_override(key, value) for key, value in given.items()])[0])
+            saved = calls(read_config(rundir))
+            named = {key: value for key, value in saved.items() if own.get(key) != value}
+        if named:
+            raise _refusal(rundir.config_file, named, f"{TRUST_IT}, or {GIVE_IT}")
+        raise _refusal(rundir.plan_file, wrong, TRUST_IT)
+
+
+def _refused(
+    rundir: RunDir,
+    plan: RunPlan,
+    *,
+    trusted: bool,
+    only: Iterable[str],
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return key → value of what the plan names and may not."""
     named = calls(to_plain(plan))
     if trusted or is_signed(rundir, "plan", named):
-        return
-    sections, given = tuple(only), given or {}
-    wrong = {
+        return {}
+    sections = tuple(only)
+    return {
         key: value
         for key, value in named.items()
         if given.get(key) != value
         and (not sections or any(key == s or key.startswith(f"{s}.") for s in sections))
     }
-    if wrong:
-        raise _refusal(rundir, wrong)
 
 
 def read_config(rundir: RunDir) -> dict[str, Any]:
@@ -222,12 +258,17 @@ def read_config(rundir: RunDir) -> dict[str, Any]:
         found = str(error)
     if not isinstance(found, dict):
         problem = f"{file}: is not as `colotrain run` writes it, so it is not read"
-        raise UsageError(problem, "look at it, and copy it elsewhere to use it as a recipe")
+        raise UsageError(problem, f"look at it, and {KEEP_IT}")
     return found
 
 
 def check_config(
-    rundir: RunDir, config: Mapping[str, Any], *, arguments: Mapping[str, Any], trusted: bool
+    rundir: RunDir,
+    config: Mapping[str, Any],
+    *,
+    arguments: Mapping[str, Any],
+    trusted: bool,
+    fix: str = f"{TRUST_IT}, or {GIVE_IT}",
 ) -> None:
     """Same as `check` for a configuration that was composed of the run's own and of arguments.
 
@@ -238,18 +279,19 @@ def check_config(
     own = calls(arguments)
     named = {key: value for key, value in calls(config).items() if own.get(key) != value}
     if named:
-        raise _refusal(rundir, named)
+        raise _refusal(rundir.config_file, named, fix)
 
 
-def _refusal(rundir: RunDir, named: Mapping[str, Any]) -> UsageError:
+def _refusal(file: Path, named: Mapping[str, Any], fix: str) -> UsageError:
+    """Return the error, which shows what a configuration names as arguments for a shell."""
     shown = [
-        f"{ARGUMENTS.get(key, key)}={' '.join(str(value).split())[:200]}"
+        shlex.quote(shortened(as_override(key, value), MOST_OF_VALUE))
         for key, value in named.items()
     ]
     more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
-    what = ", ".join([*shown[:MOST_NAMED], *more])
+    what = " ".join([*shown[:MOST_NAMED], *more])
     return UsageError(
-        f"{rundir.path}: it names code, files or addresses ({what}), and was not written by you "
+        f"{file}: it names code, files or addresses ({what}), and was not written by you "
         "on this machine",
-        "look at what that is, then add --trust-code, or give the same settings as arguments",
+        f"look at what that is, then {fix}",
     )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from colotrain.config.compose import as_override, gather
+from colotrain.config.compose import gather
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, Search, shipped
 from colotrain.errors import ConfigError
-from colotrain.records import from_plain, sections
+from colotrain.records import as_argument, as_override, from_plain, sections
+from colotrain.runs.resolving import compose as saved_or_composed
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
 
@@ -203,7 +207,8 @@ def test_a_saved_configuration_is_a_recipe_that_stands_alone(write: Write) -> No
     saved = compose(overrides)
     file = write("runs/one/config.yaml", json.dumps(saved))
     write("recipes/base.yaml", "train: {seed: 99}\nmodel: {args: {new: 1}}\n")
-    again = compose([f"recipe={file}"])
+    again, problems = saved_or_composed([f"recipe={file}"], notices=[], trusted=True)
+    assert problems == []
     assert again["recipe"] == "base"
     assert from_plain(Config, again) == from_plain(Config, saved)
 
@@ -216,6 +221,30 @@ def test_an_empty_recipe_and_empty_sections_set_nothing(write: Write) -> None:
 
 
 # The grammar of overrides
+
+
+def any_value(random: Random, depth: int = 0) -> Any:
+    kind = random.choice(["text"] * 3 + ["number", "none", "list", "dict"][: 2 if depth > 2 else 4])
+    if kind == "text":
+        return "".join(random.choices("ab0 '\"\\,:=[]{}()$#~*?@/.-\té\n", k=random.randrange(8)))
+    if kind == "list":
+        return [any_value(random, depth + 1) for _ in range(random.randrange(4))]
+    if kind == "dict":
+        return {f"k{n}": any_value(random, depth + 1) for n in range(random.randrange(3))}
+    return random.choice([0, -3, 1.5, -1e-5, 1e22, True, False]) if kind == "number" else None
+
+
+def test_what_a_message_advises_is_read_as_it_was() -> None:
+    parser = OverridesParser.create()
+    for seed in range(300):
+        value = any_value(Random(seed))
+        assert parser.parse_override(as_override("key", value)).value() == value
+        assert shlex.split(as_argument("key", value)) == [as_override("key", value)]
+
+
+@pytest.mark.parametrize("word", ["null", "True", "nan", "inf", "1", "1e3", "0x1", "-", "", "a\\"])
+def test_a_text_that_looks_like_another_value_stays_one(word: str) -> None:
+    assert OverridesParser.create().parse_override(as_override("key", word)).value() == word
 
 
 @pytest.mark.parametrize(

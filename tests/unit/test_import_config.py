@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -520,6 +521,18 @@ def test_control_characters_of_a_foreign_file_do_not_break_the_recipe() -> None:
     assert yaml.safe_load(text)["defaults"]
     assert "(\\x1f\\n\\ud800 is not there" in text
     text.encode("utf-8")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\x0b"])
+def test_a_file_s_name_adds_no_line_to_the_recipe(
+    folder: Path, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder / f"ds{end}train: {{seed: 99}}{end}#.json"
+    source.write_text('{"train_batch_size": 8}')
+    assert guarded(["import-config", str(source), "--to", "a folder/mine.yaml"]) == 0
+    assert "seed" not in yaml.safe_load((folder / "a folder" / "mine.yaml").read_text())["train"]
+    (command,) = re.findall(r"is written: colotrain (.*)", capsys.readouterr().out)
+    assert guarded(shlex.split(command)) == 0  # what is advised is a plan
 
 
 @settings(max_examples=200, deadline=None)

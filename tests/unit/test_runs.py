@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_a_run_that_another_live_process_launches_is_refused(rundir: RunDir) -> 
     with subprocess.Popen(["sleep", "60"]) as other:
         start_time = liveness._start_time(other.pid)
         claimed_by(rundir, pid=other.pid, start_time=start_time)
-        with pytest.raises(UsageError, match=f"process {other.pid} on .*colotrain stop one"):
+        with pytest.raises(UsageError, match=f"process {other.pid} on .*colotrain stop [^ ]*one`"):
             claim(rundir)
         release(rundir)
         assert rundir.launcher_file.exists()  # it is not ours to remove
@@ -202,6 +203,20 @@ def test_of_launchers_that_start_at_once_exactly_one_wins(
     holder = launcher_of(rundir)
     assert holder is not None
     assert holder.pid == winner
+
+
+def test_a_command_that_is_advised_finds_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/one", "two", "runs/a $(b)/it's", "-x/y z", "../other runs/;three"):
+        folder = tmp_path / path
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text("{}")
+        (word,) = shlex.split(RunDir(path).argument)
+        assert RunDir.find(word).path.resolve() == folder.resolve()
+        assert not word.startswith("-")
+    assert RunDir("runs/one").argument == "one"
 
 
 # States
@@ -477,7 +492,8 @@ def test_stop_asks_the_ranks_and_waits_until_the_run_has_ended(
     assert asked["t"] == pytest.approx(time.time(), abs=30)
     printed = capsys.readouterr()
     assert printed.out == (
-        "one: preempted after step 3; saved at step 3; `colotrain resume one` continues\n"
+        "one: preempted after step 3; saved at step 3; "
+        f"`colotrain resume {running.argument}` continues\n"
     )
     assert "waiting for one to save and stop" in printed.err
     assert not running.stop_file.exists()

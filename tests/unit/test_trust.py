@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ import pytest
 
 from colotrain import signatures
 from colotrain.cli.main import guarded
-from colotrain.config.compose import as_override
 from colotrain.errors import UsageError
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.runs import trust
+from colotrain.runs import start, trust
 from colotrain.runs.resolving import compose, plan_from, resolve_config
 from colotrain.runs.trust import write_signed
 
@@ -161,6 +161,108 @@ def test_a_run_directory_as_a_recipe_names_no_code(
     assert not (home / "touched").exists()
 
 
+AS_A_RECIPE = (
+    "runs/foreign/config.yaml",
+    "runs/foreign/config.yml",
+    "runs/foreign/evil.yaml",
+    "runs/foreign/code/recipes/evil.yml",
+    "../runs/foreign/config",
+    "../runs/foreign/evil",
+    "link.yaml",
+    "mine",
+    "config.yaml",
+)
+"""Ways to give a file of the run directory runs/foreign, which is also the last one's folder."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mark"),
+    [
+        *((recipe, "plan.json") for recipe in AS_A_RECIPE),
+        *((recipe, None) for recipe in AS_A_RECIPE if "evil" not in recipe),
+        ("runs/foreign/evil.yaml", "signature.json"),
+        ("runs/foreign/evil.yaml", "events/launcher.jsonl"),
+    ],
+)
+def test_a_run_directory_is_known_by_each_of_its_files(
+    home: Path, recipe: str, mark: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    foreign = run_of_others(home, {"model": EVIL})
+    foreign.plan_file.unlink()
+    if mark:
+        (foreign.path / mark).write_text("{}")
+    shutil.copytree(foreign.path, foreign.code)
+    (foreign.code / "recipes").mkdir()
+    (home / "recipes").mkdir()
+    for name in ("config.yml", "evil.yaml", "code/recipes/evil.yml"):
+        shutil.copy(foreign.config_file, foreign.path / name)
+    (home / "link.yaml").symlink_to(foreign.config_file)
+    (home / "recipes" / "mine.yaml").write_text("defaults: [../runs/foreign/config]\n")
+    if recipe == AS_A_RECIPE[-1]:
+        monkeypatch.chdir(foreign.path)
+    assert guarded(["plan", f"recipe={recipe}"]) == 2
+    told = capsys.readouterr().err
+    assert "model.target=os:system" in told or "no file of a run directory" in told
+    assert not list(home.rglob("touched"))
+
+
+def test_recipes_of_ones_own_may_stand_beside_a_plan(home: Path) -> None:
+    (home / "plan.json").write_text("{}")
+    (home / "mine.yaml").write_text("defaults: [llm-tiny]\ntrain: {seed: 7}\n")
+    assert compose(["recipe=mine.yaml"], notices=[])[0]["train"]["seed"] == 7
+
+
+def test_a_recipe_given_as_a_file_is_that_file(home: Path) -> None:
+    for name, seed in (("x.yaml", 1), ("x.yml", 2), ("recipes/x.yaml", 3), ("recipes/x.yml", 4)):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text(f"defaults: [llm-tiny]\ntrain: {{seed: {seed}}}\n")
+    (home / "recipes" / "by.yaml").write_text("defaults: [x.yml]\n")
+    by_name = {
+        "x": 3,
+        "by": 4,
+        "recipes/x.yml": 4,
+        "x.yml": 2,
+        "./x.yaml": 1,
+        str(home / "x.yml"): 2,
+    }
+    for recipe, seed in by_name.items():
+        assert compose([f"recipe={recipe}"], notices=[])[0]["train"]["seed"] == seed, recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "ended"),
+    [
+        (["export", "foreign", "--to", "out"], 2),  # it has no checkpoints
+        (["resume", "foreign"], 0),
+        (["plan", "recipe=runs/foreign/config.yaml", "name=other"], 0),
+    ],
+)
+def test_each_advice_about_a_run_of_others_can_be_followed(
+    rundir: RunDir, home: Path, words: list[str], ended: int, monkeypatch: Any, capsys: Any
+) -> None:
+    """Follow each advice, in a new folder, until nothing of the run is refused."""
+    shutil.move(rundir.path, home / "runs" / "foreign")
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "another"))
+    trained = []
+    monkeypatch.setattr(start, "train", lambda *given, **_: trained.append(given[0]) or 0)
+    assert guarded(words) == 2
+    told = capsys.readouterr().err
+    ways = [w for w in (trust.TRUST_IT, trust.GIVE_IT, trust.KEEP_IT) if w in told]
+    assert "more)" not in told
+    for way in ways:
+        given = list(words)
+        if way == trust.TRUST_IT:
+            given.append("--trust-code")
+        elif way == trust.GIVE_IT:
+            given += shlex.split(re.search(r"addresses \((.*)\), and", told)[1])
+        else:
+            (home / "recipes").mkdir()
+            shutil.copy(home / "runs" / "foreign" / "config.yaml", home / "recipes" / "own.yaml")
+            given[1] = "recipe=own"
+        assert guarded(given) == ended, way
+        assert "no checkpoint;" in capsys.readouterr().err or not ended
+
+
 FOREIGN: dict[str, Any] = {
     "model.hf": "/etc",
     "model.args": {"trust_remote_code": True},
@@ -200,13 +302,13 @@ def test_others_decide_no_code_command_address_or_file(home: Path, key: str) -> 
     section, _, name = key.partition(".")
     settings = {section: {name: FOREIGN[key]} if name else FOREIGN[key]}
     rundir = run_of_others(home, settings)
-    with pytest.raises(UsageError, match=re.escape(key)):
+    with pytest.raises(UsageError, match=re.escape(key)) as error:
         compose(["train.max_steps=3"], saved=rundir, notices=[])
     compose([], saved=rundir, trusted=True, notices=[])
-    given = [as_override(key, FOREIGN[key])] if isinstance(FOREIGN[key], str) else []
-    if given and not key.startswith("unknown"):  # named again, it is this user's
-        config, _ = compose(given, saved=rundir, notices=[])
-        assert trust.calls(config)[key] == FOREIGN[key]
+    told = str(error.value)  # named again as the error shows it, it is this user's
+    given = shlex.split(re.search(r"addresses \((.*)\), and", told)[1])  # type: ignore[index]
+    config, _ = compose(given, saved=rundir, notices=[])
+    assert trust.calls(config)
 
 
 def test_texts_of_a_run_stay_as_they_are(home: Path) -> None:

@@ -23,6 +23,7 @@ from colotrain.data.prepare import corpora, formats
 from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.folders import OTHER, is_program, look_at, rest_of
 from colotrain.data.prepare.formats import family_of
+from colotrain.records import as_argument
 from colotrain.spec.plan import DataPlan
 
 VALIDATION = "data.validation_path"
@@ -139,7 +140,8 @@ def _named_validation_alone(found: Sources, plan: DataPlan, said: str) -> Source
     """The files where all of their names say validation or test: refused unless files are named."""
     if not all(Path(path).expanduser().is_file() for path in plan.paths):
         expected = f"data to train on (the names of all its files say {said})"
-        fix = f"to train on one all the same, name it: data.path={found.files[0].path}"
+        fix = "to train on one all the same, name it: "
+        fix += as_argument("data.path", str(found.files[0].path))
         raise corpora.wrong_path(", ".join(plan.paths), expected, fix)
     names = shown_names(found.files)
     note = f"{names}: trained on although the name says {said}, because data.path names it alone"

@@ -116,7 +116,7 @@ class Profiler(Participant):
         run.events.write(Traced(first=self._first, last=last, path=str(path)))
         if self.window is not None and run.rank == min(self.window.ranks):
             done = f"steps {self._first} to {last} were traced"
-            text = f"{done}: `colotrain profile {run.rundir.name}` shows where their time went"
+            text = f"{done}: `colotrain profile {run.rundir.argument}` shows where their time went"
             run.events.write(Note(step=last, text=text))
 
     def _try(self, action: Any) -> None:
