@@ -174,7 +174,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         if plan.train.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), plan.train.grad_clip)
         for optimizer, lr in optimizers.values():
-            optimizer.param_groups[0]["lr"] = lr * _rate(plan, step)
+            optimizer.param_groups[0]["lr"] = lr * learning_rate_factor(plan, step)
             optimizer.step()
         parameters.append(_values(model, own))
     return Trajectory(
@@ -276,7 +276,7 @@ def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
             optimizers[name] = made, made.param_groups[0]["lr"]
 
 
-def _rate(plan: RunPlan, step: int) -> float:
+def learning_rate_factor(plan: RunPlan, step: int) -> float:
     """Factor of the learning-rate schedule, written independently of the engine's."""
     optim, last = plan.optim, plan.train.max_steps - 1
     if ":" in optim.schedule:

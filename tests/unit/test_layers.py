@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -261,6 +262,40 @@ def test_a_module_that_is_named_in_a_string_exists() -> None:
         if re.fullmatch(r"colotrain\.\w+(\.\w+)+(:\w+)?", node.value)
         if node.value.partition(":")[0] not in MODULES
     ]
+    assert missing == []
+
+
+@functools.cache
+def top_names(path: Path) -> set[str]:
+    """What a module may be asked for: what it defines or imports, but in functions and classes."""
+    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found, todo = set[str](), [*ast.parse(path.read_text("utf-8")).body]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, inner):
+            found.add(node.name)
+            continue
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def test_scripts_and_benchmarks_import_what_exists() -> None:
+    """They run seldom, and some on machines that tests have none of."""
+    files = [f for folder in ("scripts", "benchmarks") for f in (ROOT / folder).rglob("*.py")]
+    missing = [
+        f"{path.relative_to(ROOT)} line {node.lineno}: {node.module} has no {alias.name}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in MODULES
+        for alias in node.names
+        if alias.name not in top_names(MODULES[node.module or ""])
+        and f"{node.module}.{alias.name}" not in MODULES
+    ]
+    assert len(files) > 20
     assert missing == []
 
 
