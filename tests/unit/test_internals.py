@@ -57,7 +57,7 @@ DOORS = {
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
-PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting"}
+PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting", "_args_from_interpreter_flags"}
 """Python's own, and a method that torch's modules and users' define."""
 
 
