@@ -10,6 +10,8 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +25,8 @@ PACKAGE = str(Path(__file__).resolve().parent)
 def import_target(key: str, dotted: str) -> Any:
     """Import the callable that `dotted` names; `key` is the setting that contains it.
 
-    Modules are found as by `python -m`: in the current folder first. Any error in the path, and any
+    The module is looked up in the current folder first; what it imports, there last, so that no
+    file there takes the place of Python's and installed modules. Any error in the path, and any
     exception while its module is imported, is a `ConfigError`.
     """
     module_name, colon, attributes = dotted.partition(":")
@@ -43,11 +46,13 @@ def import_target(key: str, dotted: str) -> Any:
 
 
 def _import(key: str, dotted: str, module_name: str) -> ModuleType:
-    folder = os.getcwd()
+    folder, package = os.getcwd(), module_name.partition(".")[0]
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)
     importlib.invalidate_caches()  # the file may be newer than the folder listing Python keeps
     try:
+        if package not in sys.modules and package not in sys.stdlib_module_names:
+            _load_from(folder, package)
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
@@ -55,6 +60,30 @@ def _import(key: str, dotted: str, module_name: str) -> ModuleType:
         raise _missing(key, dotted, error.name) from error
     except Exception as error:
         raise _broken(key, dotted, module_name, error) from error
+
+
+def _load_from(folder: str, name: str) -> None:
+    """Import a module or package that is in `folder`, whatever else has its name."""
+    spec = PathFinder.find_spec(name, [folder])
+    if spec is None or spec.loader is None:
+        return
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def new_python() -> list[str]:
+    """Return the command of another Python, which imports from the current folder if this one does.
+
+    `python -m` and `python -c` do, before all else; the command `colotrain` does not.
+    """
+    first = sys.path[0]
+    does = not first or (os.path.exists(first) and os.path.samefile(first, "."))
+    return [sys.executable] if does else [sys.executable, "-P"]
 
 
 def described(error: BaseException) -> str:

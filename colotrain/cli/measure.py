@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colotrain.addresses import LOOPBACK
+from colotrain.dotted import new_python
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.launch.server.forkserver import environment
 from colotrain.planner import rates
@@ -69,7 +69,7 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
 
 
 def _run(file: Path, ranks: int) -> rates.Measurement:
-    command = [sys.executable, "-m", "colotrain.planner.traced.measuring", str(file)]
+    command = [*new_python(), "-m", "colotrain.planner.traced.measuring", str(file)]
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(

@@ -16,6 +16,7 @@ from typing import Any
 
 from colotrain.addresses import LOOPBACK
 from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
+from colotrain.dotted import new_python
 
 LIMIT_S = 90.0
 TIMEOUT = datetime.timedelta(seconds=LIMIT_S * 2 / 3)
@@ -50,7 +51,7 @@ def run_two(port: int) -> dict[str, object] | str:
     there is none."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "colotrain.doctor.exchange", str(port), str(rank)],
+            [*new_python(), "-m", "colotrain.doctor.exchange", str(port), str(rank)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

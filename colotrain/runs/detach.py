@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from colotrain.dotted import new_python
 from colotrain.errors import ColotrainError
 from colotrain.events import liveness
 from colotrain.rundir import RunDir
@@ -51,7 +51,7 @@ def start(rundir: RunDir) -> subprocess.Popen[bytes]:
     """Start the launcher in a session of its own, which the terminal's end does not signal."""
     with rundir.append(rundir.launcher_log) as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "colotrain", "resume", str(rundir.path), "--trust-code"],
+            [*new_python(), "-m", "colotrain", "resume", str(rundir.path), "--trust-code"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

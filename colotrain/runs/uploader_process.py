@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from colotrain.config.stores import run_address
+from colotrain.dotted import new_python
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
@@ -140,7 +140,7 @@ class UploaderProcess:
         keep = str(self._plan.checkpoint.keep)
         where = [str(self._rundir.path), str(self._address), keep]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, *where, str(os.getpid())],
+            [*new_python(), "-m", MODULE, *where, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

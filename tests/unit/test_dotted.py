@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os.path
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +38,42 @@ def test_modules_are_found_in_the_current_folder_even_when_new(folder: Path) -> 
         name = module(folder, "def build():\n    return 'built'\n", below=below)
         dotted = f"{below}.{name}:build".removeprefix(".")
         assert import_target("model.target", dotted)() == "built"
+
+
+def test_files_of_the_current_folder_take_no_module_s_place(folder: Path) -> None:
+    for name in ("colorsys", "pygments"):  # Python's own, and an installed one
+        (folder / f"{name}.py").write_text("raise AssertionError('from the current folder')\n")
+        for known in [n for n in sys.modules if n.partition(".")[0] == name]:
+            del sys.modules[known]
+    name = module(folder, "import colorsys, pygments.token\ndef build(): return pygments.token\n")
+    assert import_target("model.target", f"{name}:build")() is sys.modules["pygments.token"]
+    assert import_target("model.target", "colorsys:rgb_to_hls")
+
+
+def test_a_module_that_a_setting_names_is_the_current_folder_s(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folder / "installed"
+    other.mkdir()
+    name = module(other, "def build():\n    return 'installed'\n")
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("from . import inner\n")
+    (folder / name / "inner.py").write_text("def build():\n    return 'mine'\n")
+    monkeypatch.syspath_prepend(str(other))
+    assert import_target("model.target", f"{name}.inner:build")() == "mine"
+    assert import_target("model.target", f"{name}:inner.build")() == "mine"
+
+
+@pytest.mark.slow
+def test_a_command_runs_no_module_of_the_current_folder(tmp_path: Path) -> None:
+    names = {"json", "struct", "multiprocessing", "torch", "numpy", "hydra", "psutil", "pickle"}
+    for name in names | {*sys.stdlib_module_names} - {"sys", "builtins"}:
+        (tmp_path / f"{name}.py").write_text("open('touched', 'w')\n")
+    command = str(Path(sys.executable).with_name("colotrain"))
+    words = ["run", "recipe=llm-tiny", "train.max_steps=1", "cluster.procs_per_node=1", "name=one"]
+    done = subprocess.run([command, *words], cwd=tmp_path, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "touched").exists()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ DOORS = {
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
-PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting", "_parameters"}
+PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting", "_args_from_interpreter_flags"}
+PUBLIC |= {"_parameters"}
 """Python's own, and what torch's modules and users' define, which `torch_internals` asserts."""
 
 

@@ -18,12 +18,13 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from colotrain import host
+from colotrain.dotted import new_python
 from colotrain.launch.server.process_titles import name_process
 from colotrain.parent_process import die_with
 from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
@@ -80,7 +81,7 @@ def warm_up(*, to_plan: bool = False) -> None:
     os.environ.update(environment())  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
-    with _group_signals_ignored():
+    with _group_signals_ignored(), _safe_path():
         resource_tracker.ensure_running()
     threading.Thread(target=_ensure_running, daemon=True).start()
     atexit.register(end_server)
@@ -88,7 +89,7 @@ def warm_up(*, to_plan: bool = False) -> None:
 
 def _ensure_running() -> None:
     """Start the server; what forbids it is said where the server is needed."""
-    with suppress(OSError):
+    with suppress(OSError), _safe_path():
         forkserver.ensure_running()
 
 
@@ -142,6 +143,18 @@ def environment() -> dict[str, str]:
         if not any(spelling in os.environ for spelling in (name, *spellings)):
             chosen[name] = value
     return chosen
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let multiprocessing start its processes, which are `python -c`, as `new_python` does."""
+    internals: Any = util
+    ask = internals._args_from_interpreter_flags
+    internals._args_from_interpreter_flags = lambda: [*new_python()[1:], *ask()]
+    try:
+        yield
+    finally:
+        internals._args_from_interpreter_flags = ask
 
 
 @contextmanager
