@@ -33,6 +33,8 @@ from tests.running import SMALL, Colotrain
 
 VERIFY = ("verify", *SMALL, "model.args.num_heads=4", "model.args.num_kv_heads=2")
 OWN = ("freeze.patterns=[embed*,blocks.0.*]", "model.args.tie_embeddings=true", "data.isolate=true")
+BRIEF = ("--steps", "2", "train.eval_steps=0")
+"""Two steps have gradients and parameters before and after an update; no evaluation is compared."""
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +69,11 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_each_sample(
 @pytest.mark.parametrize(
     "options",
     [
-        (),
+        BRIEF,
         (*OWN, "train.activation_checkpointing=full", "--optimizer", "recipe"),
         (
             *("--accumulation", "4", "train.activation_checkpointing=selective"),
-            "train.precision=bf16",
+            *("train.precision=bf16", *BRIEF),
         ),
     ],
     ids=["plain", "isolated, recomputed, adamw", "bf16"],
