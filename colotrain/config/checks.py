@@ -149,7 +149,9 @@ def _check_range(key: str, value: Any) -> Iterator[Problem]:
         return
     fix = f"or {OR_NONE[key]}" if key in OR_NONE else ""
     expected = None
-    if not math.isfinite(value):
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        expected = "an integer of 64 bits"  # it could not be computed with
+    elif not math.isfinite(value):
         expected = "a finite number"
     elif key in AT_LEAST and value < AT_LEAST[key]:
         expected = f"{AT_LEAST[key]} or more"

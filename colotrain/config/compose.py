@@ -30,6 +30,7 @@ from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, PRIMARY, Search, run_holding
 from colotrain.config.values import (
+    bounded_references,
     clear_args_,
     delete_,
     give_way_,
@@ -44,6 +45,7 @@ from colotrain.records import MISSING, to_plain
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
+@bounded_references()
 def gather(
     overrides: Sequence[str],
     *,
@@ -116,7 +118,7 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
             if override.is_sweep_override():
                 split = BasicSweeper.split_arguments([override], None)[0]
             lists.append([choice for (choice,) in split])
-        except HydraException as error:
+        except (HydraException, ValueError) as error:
             problems.append(_explain(parser, text, error))
     if problems:
         raise ConfigError(problems)
@@ -139,7 +141,7 @@ def _parse_one(parser: OverridesParser, text: str, search: Search) -> Override |
         return wrong.not_an_override(text, search)
     try:
         override = _parse_lenient(parser, text)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # also numbers of thousands of digits
         return _explain(parser, text, error)
     key = override.key_or_group
     if not key or override.package is not None or "/" in key:
@@ -160,7 +162,7 @@ def _parse_lenient(parser: OverridesParser, text: str) -> Override:
         return parser.parse_override(unquoted)
 
 
-def _explain(parser: OverridesParser, text: str, error: HydraException) -> Problem:
+def _explain(parser: OverridesParser, text: str, error: Exception) -> Problem:
     try:
         parser.parse_override(text.partition("=")[0] + "=0")
     except HydraException:

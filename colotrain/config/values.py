@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import itertools
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.base import Container, Node
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from colotrain.config.files import first_line
+from colotrain.config.files import MOST_CHARACTERS, first_line
 from colotrain.errors import Problem, suggest
 from colotrain.records import MISSING
 from colotrain.spec.observing import KEEPS_VARIABLES, VARIABLE
@@ -19,9 +22,34 @@ ONE_OF = {
     "train": ("max_steps", "epochs"),
 }
 """Section → keys of which a run sets exactly one."""
+MOST_REFERENCES, MOST_ITEMS = 10_000, 1 << 18
+TOO_MUCH = "references stand for too much"
 _BROKEN = object()
 _KEPT = "\0{"
 """What stands for `${` in texts that are not expanded."""
+
+
+@contextmanager
+def bounded_references() -> Iterator[None]:
+    """Let `${...}` stand for bounded texts and values: each may refer to others that do.
+
+    A few lines can stand for billions of characters otherwise, as aliases can.
+    """
+    resolve, left = Container._resolve_node_interpolation, [MOST_REFERENCES, MOST_CHARACTERS]
+
+    def resolve_counted(self: Container, *args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if min(left) < 0:
+            raise InterpolationResolutionError(TOO_MUCH)
+        found = resolve(self, *args, **kwargs)
+        left[1] -= len(found._value()) if isinstance(found._value(), str) else 1
+        return found
+
+    Container._resolve_node_interpolation = resolve_counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Container._resolve_node_interpolation = resolve  # type: ignore[method-assign]
 
 
 def set_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> None:
@@ -42,8 +70,8 @@ def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -
     if not isinstance(holder, DictConfig) or name not in holder:
         fix = suggest(name, map(str, holder)) if isinstance(holder, DictConfig) else ""
         problems.append(Problem(key=f"~{key}", expected="a key that is set", fix=fix))
-    elif value is not None and value != holder[name]:
-        expected = f"the value it has, {holder[name]}"
+    elif value is not None and value != (known := _value_of(holder, name)):
+        expected = f"the value it has, {known}"
         problems.append(Problem(key=f"~{key}", value=value, expected=expected, fix=f"or ~{key}"))
     else:
         del holder[name]
@@ -62,12 +90,22 @@ def give_way_(
         if len(chosen) != 1 or not isinstance(found, DictConfig):
             continue
         for name in names:
-            if found.get(name) in (None, []) or f"{section}.{name}" in touched:
+            value = _value_of(found, name)
+            if value in (None, []) or f"{section}.{name}" in touched:
                 continue
-            notices.append(f"{chosen[0]} takes the place of {section}.{name}={found[name]}")
+            notices.append(f"{chosen[0]} takes the place of {section}.{name}={value}")
             found[name] = [] if name == "mixture" else None
             if "args" in found:
                 found["args"] = {}
+
+
+def _value_of(section: DictConfig, name: str) -> Any:
+    """Return a value; of a reference that does not resolve, which is reported later, its text."""
+    try:
+        return section.get(name)
+    except OmegaConfBaseException:
+        node = section._get_node(name)
+        return node._value() if isinstance(node, Node) else None
 
 
 def clear_args_(config: DictConfig) -> None:
@@ -103,24 +141,26 @@ def resolve_references(config: DictConfig, problems: list[Problem]) -> dict[str,
     is returned is written to files.
     """
     try:
-        plain: dict[str, Any] = _plain(config, "", problems)
+        plain: dict[str, Any] = _plain(config, "", problems, itertools.count())
     except RecursionError:
-        fix = "let no ${...} refer to a section that holds it"
+        fix = "let no ${...} refer to a section that holds it, and no few lines stand for millions"
         problems.append(Problem(key="${...}", expected="references without a circle", fix=fix))
         return {}
     return plain
 
 
-def _plain(node: Any, path: str, problems: list[Problem]) -> Any:
+def _plain(node: Any, path: str, problems: list[Problem], count: Iterator[int]) -> Any:
     if isinstance(node, DictConfig):
         names: dict[Any, str] = {key: f"{path}.{key!s}" if path else str(key) for key in node}
-        items = {key: _item(node, key, name, problems) for key, name in names.items()}
+        items = {key: _item(node, key, name, problems, count) for key, name in names.items()}
         return {key: value for key, value in items.items() if value is not _BROKEN}
-    found = [_item(node, index, f"{path}[{index}]", problems) for index in range(len(node))]
+    found = [_item(node, index, f"{path}[{index}]", problems, count) for index in range(len(node))]
     return [value for value in found if value is not _BROKEN]
 
 
-def _item(node: Any, key: Any, path: str, problems: list[Problem]) -> Any:
+def _item(node: Any, key: Any, path: str, problems: list[Problem], count: Iterator[int]) -> Any:
+    if next(count) > MOST_ITEMS:
+        raise RecursionError(TOO_MUCH)
     if OmegaConf.is_missing(node, key):
         return MISSING
     written = node._get_node(key)._value()
@@ -134,4 +174,4 @@ def _item(node: Any, key: Any, path: str, problems: list[Problem]) -> Any:
         fix = "refer to a setting by its whole key, as in ${train.seed}"
         problems.append(Problem(key=path, value=written, expected=expected, fix=fix))
         return _BROKEN
-    return _plain(value, path, problems) if OmegaConf.is_config(value) else value
+    return _plain(value, path, problems, count) if OmegaConf.is_config(value) else value

@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ from test_hostile_runs import bounds
 from tokenizers import Tokenizer, models
 
 from colotrain.cli.main import guarded
-from colotrain.config import files
+from colotrain.config import files, values
+from colotrain.config.compose import gather
 from colotrain.config.files import read_file
 from colotrain.data.prepare import records, templates, vocabulary
 from colotrain.data.prepare.conversations import Renderer
@@ -469,3 +471,49 @@ def test_weights_with_an_absurd_header(tmp_path: Path, content: bytes) -> None:
     (folder / "model.safetensors.index.json").write_bytes(content)
     with bounds(), pytest.raises(ColotrainError):
         build(ModelPlan(target="", hf=str(folder)), seed=0)
+
+
+# Recipes
+
+
+BOMBS = {
+    "text": "".join(f"x{n + 1}: '" + f"${{x{n}}}" * 4 + "'\n" for n in range(30)),
+    "lists": "".join(f"x{n + 1}: [" + f'"${{x{n}}}",' * 10 + "]\n" for n in range(9)),
+    "values": "y: {a: [" + "1," * 9000 + "]}\n" + "".join(f"z{n}: ${{y}}\n" for n in range(900)),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_references_that_stand_for_too_much_are_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "MOST_ITEMS", 20_000)
+    monkeypatch.setattr(values, "MOST_REFERENCES", 2_000)
+    (tmp_path / "bomb.yaml").write_text(f"x0: aaaaaaaaaa\n{BOMBS[kind]}")
+    began = time.process_time()
+    _, problems = gather(["recipe=bomb.yaml"])
+    assert problems
+    assert time.process_time() - began < 30
+
+
+@pytest.mark.parametrize("key", ["train.max_steps", "train.seed", "model.args.d_model", "mesh.tp"])
+@pytest.mark.parametrize(
+    "value", ["1" + "0" * 400, "1e400", "1" + "0" * 5000, "nan", "-1e30", "1e300"]
+)
+def test_a_number_that_nothing_can_be_computed_with_is_one_line(
+    key: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guarded(["plan", "recipe=llm-tiny", f"{key}={value}"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    told = (f"error: {key}=", "error: model.target=")  # a model refuses some itself
+    assert any(line.startswith(told) for line in lines)
+
+
+def test_a_broken_reference_is_told_where_an_argument_takes_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.yaml").write_text("defaults: [llm-tiny]\nmodel: {hf: '${nope}'}\n")
+    words = ["plan", "recipe=x.yaml", "model.target=colotrain.models.llm:LLM", "~optim.lr=7"]
+    assert guarded(words) == 2
+    assert "~optim.lr=7: expected the value it has" in capsys.readouterr().err
