@@ -9,7 +9,7 @@ import re
 import secrets
 import shlex
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -130,19 +130,19 @@ class RunDir:
     def grads_request(self) -> str | None:
         """Return the content of the request, "" or `NOISE`; None if there is no request."""
         try:
-            return read_text(self.grads_request_file).strip()
-        except OSError:
+            return read_text(self.grads_request_file, self.open).strip()
+        except (OSError, ValueError):
             return None
 
     def request_profile(self, *, num_steps: int, ranks: Sequence[int]) -> None:
         """Ask a running job for traces of its next steps."""
-        text = json.dumps({"num_steps": num_steps, "ranks": list(ranks)})
-        self.write(self.profile_request_file, text)
+        asked = {"num_steps": num_steps, "ranks": list(ranks)}
+        self.write(self.profile_request_file, json.dumps(asked))
 
     def profile_request(self) -> tuple[int, tuple[int, ...]] | None:
         """Return the number of steps and the ranks that are asked for; None if there are none."""
         try:
-            asked = read_json(self.profile_request_file)
+            asked = read_json(self.profile_request_file, self.open)
             return max(1, int(asked["num_steps"])), tuple(int(rank) for rank in asked["ranks"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -213,8 +213,8 @@ class RunDir:
         """Make a folder of this run, for the user alone, without following links."""
         make_folder(path, inside=self.path)
 
-    def open(self, path: Path, flags: int) -> int:
-        """Open a regular file of this run as `os.open` does, without following links."""
+    def open(self, path: str | Path, flags: int) -> int:
+        """Open a regular file of this run, following no links: an opener, like `regular`."""
         return open_inside(self.path, path, flags)
 
     def append(self, path: Path) -> BinaryIO:
@@ -230,14 +230,14 @@ class RunDir:
     def write_plan(self, plan: RunPlan) -> None:
         """Write `plan.json`; an earlier, different plan is kept as `plan-N.json`."""
         text = plan.to_json()
-        if self.plan_file.exists() and read_text(self.plan_file) != text:
+        if self.plan_file.exists() and read_text(self.plan_file, self.open) != text:
             number = len(list(self.path.glob("plan-*.json"))) + 1
             os.replace(self.plan_file, self.path / f"plan-{number}.json")
         self.write(self.plan_file, text)
 
     def plan(self) -> RunPlan:
         try:
-            text = read_text(self.plan_file)
+            text = read_text(self.plan_file, self.open)
         except (OSError, UnicodeDecodeError) as error:
             fix = fix_of(error, "give a run directory that has a plan.json")
             raise ColotrainError(f"{self.plan_file}: cannot be read ({error})", fix) from error
@@ -258,17 +258,14 @@ class RunDir:
         for candidate in (root / name, Path(name)):
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
-        raise UsageError(
-            f"no run {name!r}",
-            suggest(name, (run.name for run in RunDir.all(root)))
-            or f"there are none: {HOW_TO_START}",
-        )
+        fix = suggest(name, (run.name for run in RunDir.all(root)))
+        raise UsageError(f"no run {name!r}", fix or f"there are none: {HOW_TO_START}")
 
     @staticmethod
     def all(root: Path = RUNS) -> list[RunDir]:
         """Return all runs under `root`, oldest first."""
-        found = [entry.parent for entry in root.glob("*/plan.json")]
-        return [RunDir(p) for p in sorted(found, key=lambda p: (p / "plan.json").stat().st_mtime)]
+        plans = sorted(root.glob("*/plan.json"), key=lambda plan: plan.lstat().st_mtime)
+        return [RunDir(plan.parent) for plan in plans]
 
 
 def run_name(text: str) -> str:
@@ -283,11 +280,7 @@ def write_atomically(path: Path, content: str | bytes, *, inside: Path | None = 
     """
     temporary = f".{path.name}-{secrets.token_hex(8)}"
     with _folder_of(inside or path.parent, path) as (at, name):
-        try:
-            handle = os.open(temporary, _NEW | os.O_WRONLY, 0o600, dir_fd=at)
-        except OSError as error:
-            error.filename = str(path)
-            raise
+        handle = os.open(temporary, _NEW | os.O_WRONLY, 0o600, dir_fd=at)
         try:
             with os.fdopen(handle, "wb") as out:
                 os.fchmod(handle, 0o600)
@@ -295,10 +288,8 @@ def write_atomically(path: Path, content: str | bytes, *, inside: Path | None = 
                 out.flush()
                 os.fsync(out.fileno())
             os.replace(temporary, name, src_dir_fd=at, dst_dir_fd=at)
-        except BaseException as error:
+        except BaseException:
             os.unlink(temporary, dir_fd=at)
-            if isinstance(error, OSError) and error.filename in (None, temporary):
-                error.filename = str(path)  # the disk is full
             raise
 
 
@@ -328,36 +319,36 @@ def regular(path: str | Path, flags: int) -> int:
     return handle
 
 
-def read_text(path: Path) -> str:
+Opener = Callable[[Any, int], int]  # `regular`, or the `open` of the run that has the file
+
+
+def read_text(path: Path, opener: Opener = regular) -> str:
     """Return the text of a file; `OSError` for no regular one, or more than `MOST_READ` bytes."""
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=opener) as file:
         content = file.read(MOST_READ + 1)
     if len(content) > MOST_READ:
         raise OSError(errno.EFBIG, f"has more than {MOST_READ >> 20} MiB", str(path))
     return content.decode()
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, opener: Opener = regular) -> Any:
     """Return the document in a file as `read_text` reads it; `ValueError` also for deep ones."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_text(path, opener))
     except RecursionError:
         raise ValueError(f"{path}: is nested too deeply") from None
 
 
-def open_inside(folder: Path, path: Path, flags: int) -> int:
+def open_inside(folder: Path, path: str | Path, flags: int) -> int:
     """Open a regular file below `folder`, without following links inside the folder.
 
     A file that is made is readable by its owner alone, whatever the umask. Links, FIFOs and devices
     raise `OSError`; the folder itself may be reached through links.
     """
+    path = Path(path)
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block
     with _folder_of(folder, path) as (at, name):
-        try:
-            handle = os.open(name, flags & ~os.O_TRUNC, 0o600, dir_fd=at)
-        except OSError as error:
-            error.filename = str(path)
-            raise
+        handle = os.open(name, flags & ~os.O_TRUNC, 0o600, dir_fd=at)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode):
         os.close(handle)
@@ -371,19 +362,21 @@ def open_inside(folder: Path, path: Path, flags: int) -> int:
 
 @contextmanager
 def _folder_of(folder: Path, path: Path) -> Iterator[tuple[int, str]]:
-    """Yield a handle of the folder that holds `path`, and the file's name in it."""
+    """Yield a handle of the folder that holds `path`, and the file's name; errors name `path`."""
     *between, name = _names_inside(folder, path)
     at = os.open(folder, _FOLDER)
     try:
         for inner in between:
             at = _step_into(at, inner, path)
         yield at, name
+    except OSError as error:
+        raise _named(error, path) from None
     finally:
         os.close(at)
 
 
 def _names_inside(folder: Path, path: Path) -> tuple[str, ...]:
-    names = path.relative_to(folder).parts
+    names = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
     if not names or ".." in names:
         raise OSError(errno.EINVAL, f"is not inside {folder}", str(path))
     return names
@@ -394,7 +387,12 @@ def _step_into(at: int, name: str, path: Path) -> int:
     try:
         inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
     except OSError as error:
-        error.filename = str(path)
-        raise
+        raise _named(error, path) from None
     os.close(at)
     return inner
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """Return the error of a file that was opened by its name in a folder, with its whole path."""
+    said = "is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
+    return OSError(error.errno, said, str(path))

@@ -271,10 +271,10 @@ def _padded(values: list[T], length: int, blank: T) -> list[T]:
 def records(rundir: RunDir) -> Iterator[GradientRecord]:
     """Yield all gradient records of a run by step, without those that a later attempt replaced."""
     files = [(path, attempt) for path, rank, attempt in event_files(rundir, ranks={0}) if rank == 0]
-    limits = _limits([path for path, _ in files])
+    limits = _limits(rundir, [path for path, _ in files])
     for (path, attempt), limit in zip(files, limits, strict=True):
         names = None
-        for event in _events(path, (Parameters.KIND, Gradients.KIND), attempt):
+        for event in _events(rundir, path, (Parameters.KIND, Gradients.KIND), attempt):
             if event.kind == Parameters.KIND:
                 names = Parameters.of(event)
             elif names and 0 < (gradients := Gradients.of(event)).step <= limit:
@@ -284,28 +284,31 @@ def records(rundir: RunDir) -> Iterator[GradientRecord]:
 def losses(rundir: RunDir) -> Iterator[tuple[int, float | None]]:
     """Yield (step, loss) of a run by step, without steps that a later attempt replaced."""
     files = [(path, attempt) for path, rank, attempt in event_files(rundir, ranks={0}) if rank == 0]
-    for (path, attempt), limit in zip(files, _limits([path for path, _ in files]), strict=True):
-        for event in _events(path, (Step.KIND,), attempt):
+    limits = _limits(rundir, [path for path, _ in files])
+    for (path, attempt), limit in zip(files, limits, strict=True):
+        for event in _events(rundir, path, (Step.KIND,), attempt):
             if 0 < (step := Step.of(event)).step <= limit:
                 yield step.step, step.loss
 
 
-def _limits(paths: Sequence[Path]) -> list[float]:
+def _limits(rundir: RunDir, paths: Sequence[Path]) -> list[float]:
     """Return the last step of each attempt that no later attempt replaced."""
     limits, limit = [], math.inf
     for path in reversed(paths):
         limits.append(limit)
-        started = next(_events(path, (WorkerStarted.KIND, Resumed.KIND), None), None)
+        started = next(_events(rundir, path, (WorkerStarted.KIND, Resumed.KIND), None), None)
         if started is not None:
             limit = min(limit, WorkerStarted.of(started).step)
     return limits[::-1]
 
 
-def _events(path: Path, kinds: tuple[str, ...], attempt: int | None) -> Iterator[Event]:
+def _events(
+    rundir: RunDir, path: Path, kinds: tuple[str, ...], attempt: int | None
+) -> Iterator[Event]:
     """Yield the events of `kinds`; skip other lines without parsing them."""
     marks = [f'"{kind}"'.encode() for kind in kinds]
     try:
-        for line in lines_of(path):
+        for line in lines_of(path, rundir.open):
             head = line[:200]
             if not any(mark in head for mark in marks):
                 continue

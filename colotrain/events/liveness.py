@@ -122,7 +122,7 @@ def has_trained(rundir: RunDir) -> bool:
     for path, rank, _ in event_files(rundir, ranks={0}):
         if rank is not None:
             with contextlib.suppress(OSError):
-                if any(mark in line for line in lines_of(path)):
+                if any(mark in line for line in lines_of(path, rundir.open)):
                     return True
     return False
 
@@ -190,7 +190,7 @@ def _modified_at(path: Path) -> float | None:
 def launcher_of(rundir: RunDir) -> Launcher | None:
     """Return the launcher in the identity file; None if there is no readable one."""
     try:
-        return from_plain(Launcher, read_json(rundir.launcher_file))
+        return from_plain(Launcher, read_json(rundir.launcher_file, rundir.open))
     except (OSError, ValueError, RecursionError, ConfigError):
         return None
 

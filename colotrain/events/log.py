@@ -23,7 +23,7 @@ from typing import Any
 
 from colotrain.errors import MOST_WRITTEN, shortened
 from colotrain.events.event import Event, EventKind
-from colotrain.rundir import RunDir, open_inside, regular
+from colotrain.rundir import Opener, RunDir, open_inside, regular
 
 LINE_LIMIT = 16 << 20
 """Maximum bytes per read of one file; a longer line is passed over."""
@@ -156,7 +156,7 @@ class EventReader:
         for path, _, _ in event_files(self._rundir, ranks=self._ranks):
             with (
                 contextlib.suppress(OSError),
-                open(path, "rb", buffering=0, opener=regular) as file,
+                open(path, "rb", buffering=0, opener=self._rundir.open) as file,
             ):
                 size = at = os.fstat(file.fileno()).st_size
                 first = max(0, size - LINE_LIMIT)
@@ -185,7 +185,7 @@ class EventReader:
     def _take(self, path: Path, *, outline: bool) -> bytes:
         """Return the complete lines after those already read."""
         try:
-            with open(path, "rb", buffering=0, opener=regular) as file:
+            with open(path, "rb", buffering=0, opener=self._rundir.open) as file:
                 size = os.fstat(file.fileno()).st_size
                 if outline and path.name not in self._offsets and size > 2 * OUTLINE_BYTES:
                     return self._take_outline(file, path.name, size)
@@ -235,18 +235,18 @@ class EventReader:
         return found
 
 
-def read(path: Path | str) -> list[Event]:
+def read(path: Path | str, opener: Opener = regular) -> list[Event]:
     """Return all events of a file, without an incomplete last line and invalid lines."""
     path = Path(path)
     match = _WORKER_FILE.fullmatch(path.name)
     rank, attempt = (int(match[1]), int(match[2])) if match else (None, None)
-    events = (decode(line, rank=rank, attempt=attempt) for line in lines_of(path))
+    events = (decode(line, rank=rank, attempt=attempt) for line in lines_of(path, opener))
     return [event for event in events if event is not None]
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def lines_of(path: Path, opener: Opener = regular) -> Iterator[bytes]:
     """Yield the complete lines of a file, up to one that is longer than `LINE_LIMIT`."""
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=opener) as file:
         while (line := file.readline(LINE_LIMIT)).endswith(b"\n"):
             yield line
 

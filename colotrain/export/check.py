@@ -292,7 +292,7 @@ def evaluation_of(rundir: RunDir, step: int) -> Evaluation | None:
     """The run's last evaluation of a step."""
     found = None
     for path, _, _ in event_files(rundir, ranks={0}):
-        for event in read(path):
+        for event in read(path, rundir.open):
             if event.kind == Evaluation.KIND:
                 evaluation = Evaluation.of(event)
                 if evaluation.step == step and evaluation.loss is not None:

@@ -145,7 +145,9 @@ class Rendezvous:
         """Return the secret of this launch, which node 0 may have written just now."""
         if not self.node.is_head:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                self.secret = str(read_json(self.rundir.rendezvous_file)["secret"])
+                self.secret = str(
+                    read_json(self.rundir.rendezvous_file, self.rundir.open)["secret"]
+                )
         return self.secret
 
     def _open_store(self, address: str) -> int:

@@ -147,7 +147,7 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
     try:
         if rundir.summary_file.stat().st_mtime < outline.ended_at:  # it is from an earlier launch
             return None
-        summary = read_json(rundir.summary_file)
+        summary = read_json(rundir.summary_file, rundir.open)
         loss = summary["loss"]["last"]
         return replace(
             row,

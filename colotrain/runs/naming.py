@@ -85,7 +85,7 @@ def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
     if not rundir.plan_file.exists() or liveness.is_alive(rundir):
         return None
     try:
-        summary = read_json(rundir.summary_file)
+        summary = read_json(rundir.summary_file, rundir.open)
         all_steps = summary["steps"] >= plan.train.max_steps or "stopped_early" in summary
         done = summary["status"] == "finished" and all_steps
         return summary if done else None
@@ -127,7 +127,7 @@ def check_job(rundir: RunDir) -> None:
 
 def _config_of(rundir: RunDir) -> dict[str, Any]:
     try:
-        document = read_json(rundir.config_file)
+        document = read_json(rundir.config_file, rundir.open)
     except (OSError, ValueError) as error:
         raise ColotrainError(
             f"name={rundir.name}: what that run was made with cannot be read ({error})",

@@ -55,7 +55,7 @@ def node(
     place = Node(rank=int(number), host=where[0], port=where[1])
     if not place.is_head:
         wait_for_name(place.host, timeout_s=plan.elastic.hang_timeout_s)
-    config = read_json(source.config_file) if carried else None
+    config = read_json(source.config_file, source.open) if carried else None
     exit_code = train(plan, rundir, config, node=place, as_json=False)
     # this host's part of the job is over, and has not failed
     return DONE if exit_code == LEFT else exit_code

@@ -82,7 +82,7 @@ def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
     """Return the elements of a sweep under `root`; raise `UsageError` if there is none."""
     folder = RunDir(root / name)
     try:
-        document = read_json(folder.sweep_file)
+        document = read_json(folder.sweep_file, folder.open)
         return list(from_plain(Sweep, document).elements)
     except OSError as error:
         known = (path.parent.name for path in root.glob(f"*/{folder.sweep_file.name}"))

@@ -65,7 +65,7 @@ class SyncState:
         self._now = _Record(address=address)
         self._signs = _has_key()
         try:
-            found = from_plain(_Record, read_json(self._file))
+            found = from_plain(_Record, read_json(self._file, rundir.open))
         except (OSError, ValueError, RecursionError, ConfigError):
             return
         signature, found.signature = found.signature, ""

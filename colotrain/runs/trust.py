@@ -168,7 +168,7 @@ def _config_text(config: dict[str, Any]) -> str:
 def read_files(rundir: RunDir) -> dict[Path, str]:
     """Return file → text of what `write_signed` wrote earlier."""
     files = (rundir.plan_file, rundir.config_file, rundir.signature_file)
-    return {path: read_text(path) for path in files if path.is_file()}
+    return {path: read_text(path, rundir.open) for path in files if path.is_file()}
 
 
 def restore_files(before: dict[Path, str]) -> None:
@@ -251,7 +251,7 @@ def read_config(rundir: RunDir) -> dict[str, Any]:
     """Return the run's configuration: JSON, as `run` writes it."""
     file = rundir.config_file
     try:
-        found = read_json(file)
+        found = read_json(file, rundir.open)
     except FileNotFoundError:
         raise UsageError(f"{rundir.path}: has no {file.name}", "resume it unchanged") from None
     except (OSError, ValueError, RecursionError) as error:

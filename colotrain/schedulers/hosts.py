@@ -209,7 +209,7 @@ def _address(host: str) -> str:
 def _told(rundir: RunDir, job: str, rank: int) -> tuple[str, int]:
     """Return what a host recorded: ("running", process id), ("ended", exit code), or ("", 0)."""
     try:
-        its, word, number = read_text(rundir.hosts / str(rank)).split()
+        its, word, number = read_text(rundir.hosts / str(rank), rundir.open).split()
         is_own = its == job and number.isdecimal() and (word == "ended" or int(number) > 1)
         return (word, int(number)) if is_own else ("", 0)
     except (OSError, ValueError):

@@ -185,7 +185,7 @@ def recall(rundir: RunDir) -> Submitted | None:
     run's own folder, or of its sweep's.
     """
     try:
-        plain = read_json(rundir.job_file)
+        plain = read_json(rundir.job_file, rundir.open)
         if not signatures.is_signed(rundir, "job", [rundir.name, plain]):
             return None
         known = from_plain(Submitted, plain)

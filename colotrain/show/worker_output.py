@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from colotrain.rundir import RunDir, regular
+from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean
 
 TAIL_BYTES = 4 << 10
@@ -21,7 +21,7 @@ def last_lines(rundir: RunDir, *, num: int = 60) -> tuple[str, ...]:
     lines: list[str] = []
     for _, path in reversed(found):
         rank, stream = path.parent.name, path.stem
-        lines += [f"{rank} {stream}: {line}" for line in _tail(path)]
+        lines += [f"{rank} {stream}: {line}" for line in _tail(rundir, path)]
     return tuple(lines[-num:])
 
 
@@ -42,9 +42,9 @@ def _written(path: Path) -> tuple[float, Path]:
     return (stat.st_mtime if stat.st_size else 0.0), path
 
 
-def _tail(path: Path) -> list[str]:
+def _tail(rundir: RunDir, path: Path) -> list[str]:
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb", opener=rundir.open) as file:
             file.seek(0, os.SEEK_END)
             start = max(0, file.tell() - TAIL_BYTES)
             file.seek(start)

@@ -18,6 +18,8 @@ from test_view import plan_of, restarted_run, write_files
 
 from colotrain.cli.main import guarded
 from colotrain.engine.checkpoint.manifest import MANIFEST
+from colotrain.events.kinds import LaunchEnded
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 
 FILES = (
@@ -153,6 +155,43 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_some_forms_of_files_before_verbs(where: Path) -> None:
     quick = [case for case in CASES if case[2][0] in ("runs", "logs", "checkpoints", "stop")]
     check(where, random.Random(0).sample(quick, 60), seed=0)
+
+
+LINKED = {
+    "plan.json": ("runs", "--json"),
+    "summary.json": ("runs", "--json"),
+    "events/launcher.jsonl": ("dashboard", "mine", "--once"),
+    "events": ("dashboard", "mine", "--once"),
+    "logs/launcher.log": ("logs", "mine"),
+    "logs": ("logs", "mine"),
+}
+"""File or folder that is a link to one elsewhere, and a verb that shows what it says."""
+
+
+@pytest.mark.parametrize(("file", "words"), LINKED.items())
+def test_what_a_link_in_a_run_leads_to_is_not_read(
+    where: Path, file: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(where / "runs", "control/stop", empty, random.Random(0))
+    rundir, secret = RunDir(where / "runs" / "mine"), "s3cret"
+    end = LaunchEnded(status="failed", exit_code=1, cause=secret if "events" in file else "")
+    EventWriter(rundir.launcher_events).write(end)
+    if file == "summary.json":
+        row = {"steps": 4, "loss": {"last": 1}, "validation_loss": 1, "tokens_per_s": 1}
+        rundir.write_summary({**row, "unit": secret})
+    if file == "plan.json":
+        plan = json.loads(rundir.plan_file.read_text())
+        plan["plugin"]["name"] = secret
+        rundir.plan_file.write_text(json.dumps(plan))
+    rundir.launcher_log.write_text(f"{secret}\n")
+    os.utime(rundir.launcher_log, (2e10, 2e10))
+    guarded([*words])
+    assert secret in capsys.readouterr().out
+    (rundir.path / file).rename(where / "elsewhere")
+    (rundir.path / file).symlink_to(where / "elsewhere")
+    guarded([*words])
+    said = capsys.readouterr()
+    assert secret not in said.out + said.err
 
 
 @pytest.mark.slow

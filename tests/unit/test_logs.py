@@ -14,6 +14,8 @@ import pytest
 from colotrain.cli import logs
 from colotrain.cli.main import guarded
 from colotrain.events.fold import follow
+from colotrain.events.kinds import WorkerStarted
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 
 LAUNCHER = """
@@ -84,3 +86,26 @@ def test_a_program_that_trained_and_goes_on_is_not_waited_for(
     with launcher(trackers_s=30.0, lives_s=600.0, detached=False):  # known when `logs` begins
         assert guarded(["logs", "late", "-f"]) == 0
     assert time.monotonic() - began < 40
+
+
+def test_a_log_that_an_event_names_is_that_of_the_runs_own_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir, elsewhere = RunDir("runs/moved"), tmp_path / "elsewhere"
+    rundir.create()
+    rundir.plan_file.write_text("{}")
+    for number, folder in enumerate((elsewhere, rundir.logs / "0" / "0", rundir.logs / "0" / "1")):
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(f"line of {number}\n")
+    (rundir.logs / "0" / "1" / "stdout.log").unlink()
+    (rundir.logs / "0" / "1" / "stdout.log").symlink_to(elsewhere / "stdout.log")
+    written = (elsewhere, Path("/where/it/was/logs/0/0"), rundir.logs / "0" / "1")
+    for rank, folder in enumerate((*written, rundir.logs / ".." / ".." / ".." / "elsewhere")):
+        with EventWriter(rundir.event_file(rank=rank, attempt=0)) as events:
+            started = {"rank": rank, "world_size": 4, "attempt": 0, "pid": 1, "host": "h"}
+            events.write_record(WorkerStarted.KIND, **started, log=f"{folder}/stderr.log", step=0)
+    assert guarded(["logs", "moved"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "rank 1 stdout: line of 1\n"
+    assert "rank" not in said.err
+    assert "1/stdout.log: is a link, which is not followed" in said.err
