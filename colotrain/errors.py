@@ -14,7 +14,8 @@ from colotrain.spec import exit_codes
 
 MOST_PRINTED, MOST_OF_ERROR, MOST_WRITTEN = 4_000, 2_000, 20_000
 """Characters of a printed line, of one exception's message, and of a text in a run's events."""
-MOST_PROBLEMS = 50
+MOST_PROBLEMS, MOST_COMPARED = 50, 200
+"""Problems that are printed, and characters of a word to which a similar one is looked for."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The system lacks open files or memory for a moment: nothing is wrong with the file."""
@@ -178,7 +179,8 @@ def suggest(word: str, known: Iterable[str], *, section: str = "") -> str:
     `section` is put before each suggested name.
     """
     names = sorted(set(known))
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    is_name = len(word) <= MOST_COMPARED
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5) if is_name else []
     if near:
         return "did you mean " + " or ".join(section + name for name in near) + "?"
     shown = [*names[:20], f"and {len(names) - 20} more"] if len(names) > 20 else names

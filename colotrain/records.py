@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast
 
-from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.errors import MOST_PROBLEMS, ConfigError, Problem, suggest
 
 MISSING = "???"  # OmegaConf's marker of a value that must be given
 
@@ -26,6 +26,8 @@ _VALUES = ("null", "true", "false", "nan", "inf")
 
 T = TypeVar("T")
 
+MOST = 1 << 64
+"""Integers of files are smaller: what computes with them takes no others."""
 _PLAIN_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _EXAMPLES = {int: "10", float: "0.1", bool: "true", str: "text"}
 
@@ -144,7 +146,8 @@ def _read_record(cls: type, value: Any, *, key: str, problems: list[Problem]) ->
     for name, item in value.items():
         path = f"{key}.{name}" if key else str(name)
         if name not in wanted:
-            problems.append(_unknown(cls, str(name), item, path))
+            is_shown = len(problems) < MOST_PROBLEMS
+            problems.append(_unknown(cls, str(name), item, path, suggests=is_shown))
             continue
         before = len(problems)
         result = read(wanted[name], item, key=path, problems=problems)
@@ -170,13 +173,18 @@ def _arguments(
     return arguments
 
 
-def _unknown(cls: type, name: str, value: Any, path: str) -> Problem:
-    """Return the problem of an unknown key, with similar keys or this name in subsections."""
-    section = path.removesuffix(name)
-    below = [f"{section}{leaf}" for leaf in leaves(cls) if leaf.endswith(f".{name}")]
-    nearest = suggest(name, field_types(cls), section=section)
-    fix = f"did you mean {' or '.join(below)}?" if below else nearest
+def _unknown(cls: type, name: str, value: Any, path: str, *, suggests: bool) -> Problem:
+    """Return the problem of an unknown key, with similar keys or this name in subsections.
+
+    Only problems that are printed get suggestions, each of which compares the key with all others.
+    """
     shown = None if isinstance(value, Mapping | list) else value
+    fix = ""
+    if suggests:
+        section = path.removesuffix(name)
+        below = [f"{section}{leaf}" for leaf in leaves(cls) if leaf.endswith(f".{name}")]
+        nearest = suggest(name, field_types(cls), section=section)
+        fix = f"did you mean {' or '.join(below)}?" if below else nearest
     return Problem(key=path, value=shown, expected="a known key", fix=fix)
 
 
@@ -190,7 +198,7 @@ def _read_union(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -
         return None
     options = tuple(option for option in options if option is not type(None))
     if type(value) in options:
-        return value
+        return read(type(value), value, key=key, problems=problems)
     first: list[Problem] = []
     for option in options:
         trial: list[Problem] = []
@@ -256,11 +264,11 @@ def _read_mapping(wanted: Any, value: Any, *, key: str, problems: list[Problem])
 
 def _read_scalar(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if type(value) is wanted:
+    if type(value) is wanted and not (wanted is int and abs(value) >= MOST):
         return value
     if wanted is float and number and abs(value) < 1e300:
         return float(value)
-    if wanted is int and isinstance(value, float) and value.is_integer():
+    if wanted is int and isinstance(value, float) and value.is_integer() and abs(value) < MOST:
         return int(value)
     if wanted is str and number:
         return str(value)

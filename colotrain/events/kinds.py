@@ -59,7 +59,9 @@ class WorkerExit(EventKind):
 
     @property
     def killed_by(self) -> str | None:
-        return None if self.exit_code >= 0 else signal.Signals(-self.exit_code).name
+        names = {number.value: number.name for number in signal.Signals}
+        code = -self.exit_code  # a real-time signal has no name
+        return None if code <= 0 else names.get(code, f"signal {code}")
 
 
 @event_kind("note")

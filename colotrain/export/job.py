@@ -16,6 +16,7 @@ from colotrain.errors import ColotrainError
 from colotrain.export.source import CheckpointTensors
 from colotrain.export.stream import Entry, write_files
 from colotrain.models.loading import build_on_meta, build_whole
+from colotrain.rundir import read_json
 from colotrain.spec.plan import ModelPlan, RunPlan
 
 OWN_CONFIG = "colotrain.json"
@@ -78,10 +79,10 @@ def dtype_of_directory(plan: ModelPlan) -> str:
     if plan.hf is None or "dtype" in plan.args:
         return ""
     try:
-        config = json.loads((Path(plan.hf) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        config = read_json(Path(plan.hf) / "config.json")
+        name = str(config.get("dtype") or config.get("torch_dtype") or "")
+    except (OSError, ValueError, AttributeError):
         return ""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "")
     return name if name in DTYPES else ""
 
 
@@ -144,4 +145,7 @@ def dtype_name(entries: Iterable[Entry]) -> str:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", "utf-8")
+    """Write a file in place of the one that is there, whatever a link leads to."""
+    path.unlink(missing_ok=True)
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(document, indent=2, sort_keys=True) + "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from colotrain.data.prepare.conversations import trained_template
 from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.export.job import Job, write_json
+from colotrain.rundir import read_json
 
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
@@ -104,7 +104,7 @@ def _first_special(tokenizer: Any, text: str) -> int | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from colotrain.errors import UsageError
+from colotrain.errors import Problem, UsageError, fix_of
 from colotrain.export.job import OWN_CONFIG, call_of
-from colotrain.rundir import RunDir
+from colotrain.records import read
+from colotrain.rundir import RunDir, read_json, read_text
 from colotrain.spec.plan import RunPlan
 
 RECEIPT = "receipt.json"
+READ = {
+    "format": str,
+    "notes": list[str],
+    "run.path": str,
+    "run.step": int,
+    "files": dict[str, str],
+    "tokenizer": dict[str, str | None],
+    "probe.input_ids": list[list[int]],
+    "probe.logits": list[list[float]],
+    "validation_loss.run": float | None,
+    "validation_loss.export": float | None,
+    "outputs.kind": str | None,
+    "outputs.samples": int | None,
+    "outputs.largest_difference": float | None,
+}
+"""Dotted key → type of what is read of a receipt, which anybody may have written."""
 
 
 def read_receipt(folder: Path) -> dict[str, Any]:
+    """Return the receipt in an exported directory; `UsageError` where it is none."""
+    problems: list[Problem] = []
     try:
-        found: dict[str, Any] = json.loads((folder / RECEIPT).read_text("utf-8"))
-        _ = found["format"], found["probe"]["input_ids"], found["probe"]["logits"], found["notes"]
-        _ = found["run"]["path"], int(found["run"]["step"]), found["validation_loss"].get("export")
-        _ = found["outputs"]["largest_difference"], dict(found["files"]), dict(found["tokenizer"])
+        found: dict[str, Any] = read_json(folder / RECEIPT)
+        for key, wanted in READ.items():
+            section, _, name = key.rpartition(".")
+            value = (found[section] if section else found).get(name)
+            read(wanted, value, key=key, problems=problems)
+        if problems:
+            raise ValueError(str(problems[0]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{folder}: has no {RECEIPT} that can be read ({error})",
-            "name the run, and the directory with --to",
-        ) from error
+        problem = f"{folder}: has no {RECEIPT} that can be read ({error})"
+        fix = fix_of(error, "name the run, and the directory with --to")
+        raise UsageError(problem, fix) from error
     return found
 
 
@@ -49,7 +69,7 @@ def changed_files(folder: Path) -> list[str]:
 def changed_call(folder: Path, plan: RunPlan, kind: str) -> list[str]:
     """What is wrong with what a directory says about a model of the user's own."""
     try:
-        about = json.loads((folder / OWN_CONFIG).read_text("utf-8")) if kind == "own" else None
+        about = read_json(folder / OWN_CONFIG) if kind == "own" else None
         is_same = about is None or about["model"] == call_of(plan.model)
     except (OSError, ValueError, KeyError, TypeError):
         is_same = False
@@ -74,6 +94,7 @@ def code_of(rundir: RunDir, plan: RunPlan) -> dict[str, Any]:
         spec = importlib.util.find_spec(dotted.partition(":")[0])
         if spec is not None and spec.origin and Path(spec.origin).is_file():
             files[dotted] = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-    plan_digest = hashlib.sha256(rundir.plan_file.read_bytes()).hexdigest()
+    text = read_text(rundir.plan_file, rundir.open)
+    plan_digest = hashlib.sha256(text.encode()).hexdigest()
     version = metadata.version("colotrain")
     return {"colotrain": version, "plan_sha256": plan_digest, "functions_sha256": files}

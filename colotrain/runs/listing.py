@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -148,21 +149,25 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
         if rundir.summary_file.stat().st_mtime < outline.ended_at:  # it is from an earlier launch
             return None
         summary = read_json(rundir.summary_file, rundir.open)
-        loss = summary["loss"]["last"]
         return replace(
             row,
             steps=int(summary["steps"]),
-            loss=None if loss is None else float(loss),
-            validation_loss=summary["validation_loss"],
+            loss=_number(float, summary["loss"]["last"]),
+            validation_loss=_number(float, summary["validation_loss"]),
             tokens_per_s=float(summary["tokens_per_s"]) or None,
             unit=str(summary.get("unit", row.unit)),
-            restarts=summary.get("restarts"),
+            restarts=_number(int, summary.get("restarts")),
             nodes_left=len(summary.get("nodes_left", ())),
-            lost_steps=summary.get("goodput", {}).get("lost_steps"),
-            goodput=summary.get("goodput", {}).get("share"),
+            lost_steps=_number(int, summary.get("goodput", {}).get("lost_steps")),
+            goodput=_number(float, summary.get("goodput", {}).get("share")),
         )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+def _number(kind: type[int] | type[float], value: Any) -> Any:
+    """Return a number of a summary, which anybody may have written; None where it has none."""
+    return None if value is None else kind(value)
 
 
 def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:

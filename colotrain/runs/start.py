@@ -85,10 +85,8 @@ def run(
     named = plan.checkpoint.resume not in ("auto", "none")
     if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
         back = f"`colotrain resume {rundir.argument} checkpoint.resume=PATH` goes back"
-        tell(
-            f"{plan.name} has checkpoints of its own and goes on from the newest, not from "
-            f"checkpoint.resume; {back}"
-        )
+        goes_on = f"{plan.name} has checkpoints of its own and goes on from the newest"
+        tell(f"{goes_on}, not from checkpoint.resume; {back}")
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
@@ -112,13 +110,15 @@ def command_began_at() -> float:
 
 
 def report_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> int:
-    """Print the summary of a run that has nothing left to do."""
+    """Print the summary of a run that has nothing left to do: its events', not the file's."""
+    from colotrain.events.view import summary as summary_of
     from colotrain.show.progress import print_summary
 
     naming.print_finished(rundir, summary)
-    print_summary(stderr_console(), summary, rundir.plan())
+    document = summary_of(view := view_of(rundir), plan := rundir.plan(), rundir)
+    print_summary(stderr_console(), document, plan, view=view)
     if as_json:
-        print_json(summary)
+        print_json(document)
     return 0
 
 
@@ -304,10 +304,9 @@ def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:
 
 def summarize(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     """Write `summary.json`; return its content and the view that it was made from."""
-    from colotrain.events.fold import follow
     from colotrain.events.view import summary
 
-    view = follow(rundir)
+    view = view_of(rundir)
     document = summary(view, plan, rundir)
     if plan.smoke:
         document["smoke"] = smoke.report(view, plan, rundir)

@@ -8,12 +8,13 @@ from typing import Any
 
 from colotrain.errors import one_line
 from colotrain.spec.plan import TrainPlan
+from colotrain.spec.quantities import as_float
 
 
 def shown(value: Any, form: str) -> str:
     """Format a number as `form`, None as `-`; "nan", "inf" and other texts stay as they are."""
     if isinstance(value, int | float):
-        return format(value, form)
+        return format(value if form == "d" else as_float(value), form)
     return "-" if value is None else clean(str(value))
 
 

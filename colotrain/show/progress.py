@@ -16,9 +16,8 @@ from rich.text import Text
 
 from colotrain.events import kinds
 from colotrain.events.event import Event
-from colotrain.events.fold import eta_s, follow
+from colotrain.events.fold import eta_s
 from colotrain.events.view import ENDED, RunView, StageView, stages, unit
-from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean, epoch, quoted, shown, shown_loss
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan, TrainPlan
@@ -255,10 +254,9 @@ def message_of(event: Event) -> Text | None:
 
 
 def print_summary(
-    console: Console, summary: dict[str, Any], plan: RunPlan, *, view: RunView | None = None
+    console: Console, summary: dict[str, Any], plan: RunPlan, *, view: RunView
 ) -> None:
-    """Print the table at the end of a run; a given `view` saves reading the run directory."""
-    view = view or follow(RunDir(summary["run_dir"]))
+    """Print the table at the end of a run."""
     rows = summary_rows(summary, plan, view)
     if not is_live(console):
         for name, value in rows:

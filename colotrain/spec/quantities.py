@@ -5,9 +5,17 @@ from __future__ import annotations
 import math
 
 
+def as_float(value: float) -> float:
+    """Return a number as a float: infinity for integers of hundreds of digits, as in files."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def format_size(num_bytes: float) -> str:
     """Format `1536` as `1.5 KiB`, with three significant digits."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    size, units = as_float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.3g} {units[0]}"
@@ -15,6 +23,7 @@ def format_size(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format seconds as `85 ms`, `1.25 s`, `20 min`, `10.5 h`, `46.3 days`."""
+    seconds = as_float(seconds)
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 120:
@@ -24,12 +33,12 @@ def format_seconds(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.3g} h"
     days = seconds / 86400
-    return f"{days:.3g} days" if days < 100 else f"{days:,.0f} days"
+    return f"{days:,.0f} days" if 100 <= days < 1e9 else f"{days:.3g} days"
 
 
 def short_size(num_bytes: float) -> str:
     """Format bytes for a narrow column, as `512MiB`, `1.5GiB`; `-` for 0."""
-    units = ["TiB", "GiB", "MiB", "KiB", "B"]
+    num_bytes, units = as_float(num_bytes), ["TiB", "GiB", "MiB", "KiB", "B"]
     while num_bytes >= 1024 and len(units) > 1:
         num_bytes /= 1024
         units.pop()
@@ -39,7 +48,7 @@ def short_size(num_bytes: float) -> str:
 
 def short_duration(seconds: float | None) -> str:
     """Format seconds for a narrow column, as `0.4s`, `12s`, `1m20s`, `2d04h`; `-` if unknown."""
-    if seconds is None or not math.isfinite(seconds):
+    if seconds is None or not math.isfinite(seconds := as_float(seconds)):
         return "-"
     if seconds < 9.95:
         return f"{max(seconds, 0):.1f}".removesuffix(".0") + "s"

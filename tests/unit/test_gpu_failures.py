@@ -162,3 +162,8 @@ def test_dumps_that_are_torn_or_hold_code_are_passed_over(
     (tmp_path / "collectives_rank_x").write_text("")
     assert explain(prefix, 0.0).startswith("rank 1 had joined no further collective, rank 0 waited")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_rank_that_a_real_time_signal_ended_is_told_by_its_number() -> None:
+    exits = [WorkerExit(rank=0, exit_code=code, log="") for code in (-35, -9, 0, 3, -9999)]
+    assert [x.killed_by for x in exits] == ["signal 35", "SIGKILL", None, None, "signal 9999"]

@@ -11,15 +11,18 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_stores import save
 from test_view import plan_of, restarted_run, write_files
 
 from colotrain.cli.main import guarded
-from colotrain.engine.checkpoint.manifest import MANIFEST
+from colotrain.engine.checkpoint.manifest import MANIFEST, SEAL, seal
 from colotrain.events.kinds import LaunchEnded
 from colotrain.events.log import EventWriter
+from colotrain.export.job import write_json
+from colotrain.export.receipt import READ, RECEIPT
 from colotrain.rundir import RunDir
 
 FILES = (
@@ -192,6 +195,81 @@ def test_what_a_link_in_a_run_leads_to_is_not_read(
     guarded([*words])
     said = capsys.readouterr()
     assert secret not in said.out + said.err
+
+
+@pytest.mark.parametrize("form", [fifo, zeros, deep, huge, empty, junk, other])
+def test_a_receipt_of_any_form_is_one_line(
+    where: Path, form: Form, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (where / "out").mkdir()
+    form(where / "out" / RECEIPT, random.Random(1))
+    with bounds():
+        assert guarded(["export", "out", "--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out: has no receipt.json that can be read")
+
+
+@pytest.mark.parametrize("key", READ)
+@pytest.mark.parametrize("value", [{"x": [1]}, [[["x"]]]])
+def test_a_receipt_s_values_are_looked_at_before_they_are_used(
+    where: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receipt: dict[str, Any] = {
+        "run": {"path": "gone", "step": 1},
+        **{"format": "own", "files": {}, "tokenizer": {}, "notes": [], "validation_loss": {}},
+        **{"probe": {"input_ids": [[1]], "logits": []}, "outputs": {}},
+    }
+    section, _, name = key.rpartition(".")
+    (receipt[section] if section else receipt)[name] = value
+    (where / "out").mkdir()
+    (where / "out" / "colotrain.json").write_text("{}")
+    (where / "out" / RECEIPT).write_text(json.dumps(receipt))
+    assert guarded(["export", "out", "--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert key in line
+
+
+def test_a_receipt_replaces_the_link_in_its_place(tmp_path: Path) -> None:
+    for target in ("precious", "missing"):
+        (tmp_path / "precious").write_text("mine")
+        (tmp_path / RECEIPT).unlink(missing_ok=True)
+        (tmp_path / RECEIPT).symlink_to(tmp_path / target)
+        write_json(tmp_path / RECEIPT, {"a": 1})
+        assert json.loads((tmp_path / RECEIPT).read_text()) == {"a": 1}
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "missing").exists()
+
+
+HUGE = pytest.param(10**400, id="hundreds of digits")
+SUMMARY = {
+    **{"steps": 10, "loss": {"last": 1.0}, "validation_loss": 1.0, "tokens_per_s": 1.0},
+    **{"restarts": 1, "goodput": {"lost_steps": 1, "share": 0.5}},
+}
+
+
+@pytest.mark.parametrize("value", [1.5, "x", {"x": 1}, [1], HUGE, 1e999])
+@pytest.mark.parametrize("key", SUMMARY)
+def test_a_summary_of_others_breaks_no_list_of_runs(where: Path, key: str, value: Any) -> None:
+    put(where / "runs", "control/stop", empty, random.Random(0))
+    rundir = RunDir(where / "runs" / "mine")
+    EventWriter(rundir.launcher_events).write(LaunchEnded(status="finished", exit_code=0, cause=""))
+    rundir.write_summary({**SUMMARY, key: value})
+    assert guarded(["runs"]) == 0
+    assert guarded(["runs", "--json"]) == 0
+
+
+def test_a_manifest_with_a_number_of_hundreds_of_digits_is_damaged(
+    where: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(where / "runs", "control/stop", empty, random.Random(0))
+    path = where / "runs/mine/checkpoints/step-00000004" / MANIFEST
+    for key in ("bytes", "world_size"):
+        plain = json.loads(path.read_text())
+        del plain[SEAL]
+        (plain["files"]["a.distcp"] if key == "bytes" else plain)[key] = 10**400
+        path.write_text(json.dumps({**plain, SEAL: seal(plain)}))
+        assert guarded(["checkpoints", "mine"]) == 1
+        assert "expected an integer" in capsys.readouterr().out
 
 
 @pytest.mark.slow

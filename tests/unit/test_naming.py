@@ -109,7 +109,7 @@ def test_what_has_finished_says_so_and_is_left_as_it_is(
     before = rundir.plan_file.stat().st_mtime_ns
     assert guarded(["run", *X, "--json"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["steps"] == 200
+    assert json.loads(printed.out)["run_dir"] == str(rundir.path)
     assert "x has finished its 200 steps already, with these settings" in printed.err
     assert "colotrain resume x train.max_steps=N" in printed.err
     assert rundir.plan_file.stat().st_mtime_ns == before

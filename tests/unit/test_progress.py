@@ -8,7 +8,6 @@ import mmap
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,9 +268,9 @@ def test_the_summary_on_a_terminal_says_the_same() -> None:
     assert "1.5% of a measured peak" in text
 
 
-def test_the_summary_reads_the_run_directory_for_what_it_lacks(tmp_path: Path) -> None:
-    run, console, plan = RunDir(tmp_path), pipe(), plan_of()
-    print_summary(console, summary(fold([launcher("done", 1, status="failed")]), plan, run), plan)
+def test_the_summary_of_a_run_that_never_began_says_what_it_lacks() -> None:
+    console, plan, view = pipe(), plan_of(), fold([launcher("done", 1, status="failed")])
+    print_summary(console, summary(view, plan, RunDir("runs/x")), plan, view=view)
     assert "status:             failed" in written(console)
     assert "no peak was measured" in written(console)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
 
+from colotrain import records
 from colotrain.config.schema import Config
-from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.errors import MOST_PROBLEMS, ConfigError, Problem, suggest
 from colotrain.records import MISSING, from_plain, leaves, read, sections, to_plain
+from colotrain.show.formatting import shown, shown_loss
+from colotrain.spec.quantities import format_seconds, format_size, short_duration, short_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +125,40 @@ def test_a_hint_is_the_nearest_names_or_a_list_that_is_not_endless() -> None:
     assert suggest("x", ["alpha", "beta"]) == "known: alpha, beta"
     assert suggest("0", [f"name{i}" for i in range(500)]).endswith("and 480 more")
     assert suggest("x", []) == ""
+
+
+def test_only_the_problems_that_are_printed_get_suggestions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(records, "suggest", lambda word, *_, **__: asked.append(word) or "")
+    with pytest.raises(ConfigError) as refused:
+        from_plain(Config, {f"key{number}": 1 for number in range(3000)})
+    assert len(refused.value.problems) > 2999
+    assert len(asked) <= MOST_PROBLEMS
+
+
+def test_no_name_is_compared_with_a_text_of_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: Any, **__: Any) -> list[str]:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr("difflib.get_close_matches", slow)
+    assert suggest("x" * 1_000_000, ["a", "b"]) == "known: a, b"
+
+
+HUGE = [pytest.param(sign * 10**400, id=f"{sign}e400") for sign in (1, -1)]
+
+
+@pytest.mark.parametrize("value", [*HUGE, 1 << 64, 1e300])
+def test_integers_that_nothing_can_compute_with_are_refused(value: float) -> None:
+    problems: list[Problem] = []
+    assert read(int, value, key="k", problems=problems) is None
+    assert read(int | None, value, key="k", problems=problems) is None
+    assert ["expected an integer" in str(problem) for problem in problems] == [True, True]
+
+
+@pytest.mark.parametrize("value", [*HUGE, math.inf, -math.inf, math.nan, 1e308, -1])
+def test_every_number_can_be_shown(value: float) -> None:
+    for form in (format_size, format_seconds, short_size, short_duration, shown_loss):
+        assert len(form(value)) < 350
+    assert all(shown(value, form) for form in (".0%", ",.0f", ".4f", ".3g"))
