@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +13,7 @@ from colotrain.events.fold import Fold
 from colotrain.events.kinds import Note, Traced
 from colotrain.events.liveness import find, is_waiting, state
 from colotrain.events.log import EventReader
-from colotrain.events.traces import OF_BLOCKS, Breakdown, break_down, read_trace
+from colotrain.events.traces import INVALID, NAME, OF_BLOCKS, Breakdown, break_down, read_trace
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.console import print_json, stdout_console
@@ -39,7 +38,7 @@ def profile(name: str | None, *, num_steps: int, ranks: str, last: bool, as_json
     if not paths:
         fix = "set train.profile.steps=[FIRST,LAST], or name a run that goes on"
         raise UsageError(f"{rundir.name} ({now}): has no traces", fix)
-    found = {path: _read(path) for path in paths}
+    found = {path: _read(rundir, path) for path in paths}
     if as_json:
         traces = [{"path": str(path), **to_plain(known)} for path, known in found.items()]
         print_json({"run": rundir.name, "traces": traces})
@@ -64,7 +63,7 @@ def ask(rundir: RunDir, *, num_steps: int, ranks: tuple[int, ...]) -> list[Path]
         heard = time.monotonic() if fresh else heard
         for event in fresh:
             if event.kind == Traced.KIND and event.rank in ranks:
-                traced[event.rank] = Path(Traced.of(event).path)
+                traced[event.rank] = rundir.traces / Path(Traced.of(event).path).name
             elif event.kind == Note.KIND and Note.of(event).text.startswith("no trace: "):
                 rundir.profile_request_file.unlink(missing_ok=True)
                 raise ColotrainError(f"{rundir.name}: {Note.of(event).text}", "see its logs")
@@ -82,19 +81,20 @@ def ask(rundir: RunDir, *, num_steps: int, ranks: tuple[int, ...]) -> list[Path]
 
 def newest(rundir: RunDir) -> list[Path]:
     """Return the traces of the window that was written last, by rank."""
-    known = sorted(rundir.traces.glob("steps-*.json.gz"), key=lambda path: path.stat().st_mtime)
-    if not known:
+    windows = {path: m[1] for path in rundir.traces.glob("*") if (m := NAME.fullmatch(path.name))}
+    if not windows:
         return []
-    window = known[-1].name.rpartition("-rank")[0]
-    return sorted(path for path in known if path.name.rpartition("-rank")[0] == window)
+    newest = max(windows, key=lambda path: path.lstat().st_mtime)
+    return sorted(path for path, window in windows.items() if window == windows[newest])
 
 
 def show(path: Path, known: Breakdown) -> None:
     """Print where the time of one rank's steps went."""
     console = stdout_console()
     first, last = known.steps[0], known.steps[-1]
-    rank = int(path.name.removesuffix(".json.gz").rpartition("-rank")[2])
-    head = f"rank {rank}, steps {first} to {last}: {known.step_s * 1e3:,.1f} ms a step"
+    named = NAME.fullmatch(path.name)
+    head = f"rank {int(named[2]) if named else '?'}, steps {first} to {last}: "
+    head += f"{known.step_s * 1e3:,.1f} ms a step"
     busy = ""
     if known.device_s is not None:
         busy = f"; the GPU was busy for {known.device_s * 1e3:,.1f} ms, times below are the host's"
@@ -102,7 +102,7 @@ def show(path: Path, known: Breakdown) -> None:
     table = _table("PART", "MS", "SHARE")
     for part, seconds in known.parts.items():
         share = seconds / known.step_s if known.step_s else 0.0
-        table.add_row(part, f"{seconds * 1e3:,.2f}", f"{share:.1%}")
+        table.add_row(Text(clean(part)), f"{seconds * 1e3:,.2f}", f"{share:.1%}")
     console.print(table)
     if known.blocks:
         of_blocks = _table("BLOCK", *(f"{part} ms".upper() for part in OF_BLOCKS))
@@ -131,10 +131,9 @@ def _ranks(text: str, world_size: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _read(path: Path) -> Breakdown:
+def _read(rundir: RunDir, path: Path) -> Breakdown:
     try:
-        trace: dict[str, Any] = read_trace(path)
-        return break_down(trace)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        return break_down(read_trace(path, rundir.open))
+    except INVALID as error:
         fix = fix_of(error, "take another trace")
-        raise ColotrainError(f"{path}: cannot be read ({error})", fix) from error
+        raise UsageError(f"{path}: is no trace of colotrain's ({error})", fix) from error

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from colotrain.rundir import Opener, regular
+
 PREFIX = "colotrain::"
 """Beginning of the names of colotrain's spans; torch's own have others."""
 OF_BLOCKS = ("forward", "backward", "gather", "reduce")
 """Parts that are told by block or group, whose name follows the part's."""
+NAME = re.compile(r"(steps-\d+-\d+)-rank(\d{1,9})\.json\.gz")
+"""Name of a trace: its window of steps, and its rank."""
+MOST_UNPACKED, MOST_VALUES = 512 << 20, 32_000_000
+"""Bytes and JSON values of a trace, which take at most some 3 GiB of memory."""
+INVALID = (
+    *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError),
+    *(AttributeError, OverflowError, RecursionError, MemoryError),
+)
+"""Errors of a file that is no trace."""
 ORDER = ("data", "forward", "backward", "gather", "reduce", "wait", "update", "record")
 """Parts of a step in the order in which they are shown; others come after them."""
 
@@ -31,14 +44,20 @@ class Breakdown:
     """Seconds in which a GPU computed or copied; None on CPUs."""
 
 
-def read_trace(path: Path) -> dict[str, Any]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        document: dict[str, Any] = json.load(file)
+def read_trace(path: Path, opener: Opener = regular) -> dict[str, Any]:
+    """Return the document in a packed file; raises one of `INVALID` where there is none."""
+    with open(path, "rb", opener=opener) as packed, gzip.GzipFile(fileobj=packed) as file:
+        text = file.read(MOST_UNPACKED + 1)
+    if len(text) > MOST_UNPACKED:
+        raise ValueError(f"it has more than {MOST_UNPACKED >> 20} MiB")
+    if sum(map(text.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values")
+    document: dict[str, Any] = json.loads(text)
     return document
 
 
 def break_down(trace: dict[str, Any]) -> Breakdown:
-    """Divide the traced steps among colotrain's spans.
+    """Divide the traced steps among colotrain's spans; raises one of `INVALID` without any.
 
     Spans of several threads are nested by their times: while one thread runs backward, the thread
     that began it waits.

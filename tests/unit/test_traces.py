@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,8 @@ from colotrain.config.observing import profile_plan
 from colotrain.config.schema_observe import Profile
 from colotrain.engine import spans
 from colotrain.errors import ConfigError
-from colotrain.events.kinds import LaunchEnded
+from colotrain.events import traces
+from colotrain.events.kinds import LaunchEnded, Traced
 from colotrain.events.log import EventWriter
 from colotrain.events.traces import PREFIX, break_down
 from colotrain.rundir import RunDir
@@ -114,18 +116,77 @@ def test_a_run_that_is_over_shows_its_newest_trace(
     assert [trace["steps"] for trace in document["traces"]] == [[4, 5], [4, 5]]
 
 
+def packed(**changed: Any) -> bytes:
+    return json.dumps({"traceEvents": [{**event("step 1", 0, 1), **changed}]}).encode()
+
+
+WRONG = {
+    "other": b"{}",
+    "list": b"[1]",
+    "numbers for events": b'{"traceEvents": [1]}',
+    "number of events": b'{"traceEvents": 1}',
+    "deep": b'{"traceEvents": ' + b"[" * 200_000,
+    "a huge time": packed(ts=10**400),
+    "a huge step": packed(name=f"{PREFIX}step {'9' * 5000}"),
+    "no step": packed(name=f"{PREFIX}step "),
+    "unpacked": b" " * 2_000_000,
+    "values": b"[" + b"[]," * 200_000,
+}
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"junk", gzip.compress(b"{}"), gzip.compress(b"[1]")[:9]],
-    ids=["empty", "junk", "other", "cut"],
+    [
+        *(b"", b"junk", gzip.compress(b"[1]")[:9], gzip.compress(b"{}" * 99)[:10] + b"\xff" * 20),
+        *map(gzip.compress, WRONG.values()),
+    ],
+    ids=["empty", "junk", "cut", "damaged", *WRONG],
 )
 def test_a_trace_that_cannot_be_read_is_one_line(
-    rundir: RunDir, capsys: pytest.CaptureFixture[str], content: bytes
+    rundir: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes,
 ) -> None:
+    monkeypatch.setattr(traces, "MOST_UNPACKED", 1_000_000)
+    monkeypatch.setattr(traces, "MOST_VALUES", 300_000)
     write(rundir.trace_file(first=1, last=1, rank=0), content)
-    assert guarded(["profile", "mine"]) == 1
+    assert guarded(["profile", "mine", "--last"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be read" in line
+    assert "rank00000.json.gz: is no trace of colotrain's" in line
+
+
+def test_a_trace_is_a_file_of_the_run_with_a_trace_s_name(
+    rundir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    good = gzip.compress(json.dumps(TRACE).encode())
+    for name in ("steps-1-2-rankX.json.gz", "steps-rank1.json.gz", "steps-1-2.json.gz"):
+        write(rundir.traces / name, good)
+    assert guarded(["profile", "mine"]) == 2
+    assert "has no traces" in capsys.readouterr().err
+    path = rundir.trace_file(first=4, last=5, rank=0)
+    os.mkfifo(path)
+    assert guarded(["profile", "mine"]) == 2
+    assert "is no regular file" in capsys.readouterr().err
+    path.unlink()
+    write(tmp_path / "elsewhere", good)
+    path.symlink_to(tmp_path / "elsewhere")
+    assert guarded(["profile", "mine"]) == 2
+    assert "is a link, which is not followed" in capsys.readouterr().err
+
+
+def test_the_trace_that_a_running_job_names_is_looked_for_in_the_run(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "state", lambda *_: "running")
+
+    def answer(**_: Any) -> None:
+        with EventWriter(rundir.event_file(rank=0, attempt=0)) as events:
+            events.write(Traced(first=1, last=2, path="/etc/elsewhere/steps-1-2-rank0.json.gz"))
+
+    monkeypatch.setattr(rundir, "request_profile", answer)
+    found = module.ask(rundir, num_steps=1, ranks=(0,))
+    assert found == [rundir.traces / "steps-1-2-rank0.json.gz"]
 
 
 def test_without_traces_it_says_how_to_get_some(
