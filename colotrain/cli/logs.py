@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import time
 
@@ -14,7 +15,7 @@ from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers import commands
 from colotrain.schedulers.registry import job_logs, recall, scheduler_of_job
 from colotrain.show.console import print_json, tell
-from colotrain.show.logs import LAUNCHERS, Lines, sources
+from colotrain.show.logs import LAUNCHERS, READ_BYTES, Lines, sources
 
 POLL_S = 0.5
 LOG_S = 60.0
@@ -85,10 +86,7 @@ def _print_of(
         problem = "--rank: the files of ranks are on the job's nodes"
         raise UsageError(problem, "show what the nodes print, without --rank")
     if follows:
-        try:
-            return int(subprocess.run(words, stdin=subprocess.DEVNULL).returncode != 0)
-        except FileNotFoundError as error:
-            raise UsageError(f"{words[0]}: the command is not here", "install it") from error
+        return _follow(words)
     done = commands.run(words, label=words[0], timeout_s=LOG_S)
     printed = commands.checked(done, what=words[0], fix="`colotrain runs` shows the job's state")
     found = [printable(line) for line in printed.splitlines()]
@@ -98,6 +96,31 @@ def _print_of(
     for line in found:
         print(line)
     return 0
+
+
+def _follow(words: list[str]) -> int:
+    """Print what a command prints until it ends, line by line."""
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    except FileNotFoundError as error:
+        raise UsageError(f"{words[0]}: the command is not here", "install it") from error
+    with process:
+        assert process.stdout is not None
+        try:
+            while line := process.stdout.readline(READ_BYTES):
+                print(printable(line), flush=True)
+        except BaseException:
+            process.kill()
+            raise
+    return int(process.returncode != 0)
 
 
 def _may_print(rundir: RunDir, launcher: Launcher | None) -> bool:

@@ -88,6 +88,16 @@ def test_a_program_that_trained_and_goes_on_is_not_waited_for(
     assert time.monotonic() - began < 40
 
 
+def test_what_a_scheduler_s_command_prints_is_shown_without_control_characters(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = "import sys; print('a\\x1b[2Jb\\x07'); print('c\\x9bd', file=sys.stderr); sys.exit(3)"
+    assert logs._follow([sys.executable, "-c", code]) == 1
+    said = capfd.readouterr()
+    assert said.out.splitlines() == ["a [2Jb", "c d"]
+    assert said.err == ""
+
+
 def test_a_log_that_an_event_names_is_that_of_the_runs_own_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
