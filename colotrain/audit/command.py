@@ -20,6 +20,7 @@ from colotrain.events.kinds import LaunchEnded, LaunchStarted
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RUNS, RunDir, run_name
 from colotrain.spec.elastic import ElasticPlan
+from colotrain.spec.exit_codes import signal_name
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.plan import (
@@ -168,7 +169,7 @@ def is_interrupt(code: int) -> bool:
 def ended_by(code: int) -> str:
     """Return how a command ended that did not return 0."""
     if code < 0:
-        return f"the command was ended by {signal.Signals(-code).name}"
+        return f"the command was ended by {signal_name(-code)}"
     return f"the command ended with exit code {code}"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import field, fields
 from typing import Any
 
 from colotrain.events.event import READ_ONLY, WRITE_ONLY, EventKind, event_kind
+from colotrain.spec.exit_codes import signal_name
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.phases import Phase
 
@@ -59,9 +59,7 @@ class WorkerExit(EventKind):
 
     @property
     def killed_by(self) -> str | None:
-        names = {number.value: number.name for number in signal.Signals}
-        code = -self.exit_code  # a real-time signal has no name
-        return None if code <= 0 else names.get(code, f"signal {code}")
+        return None if self.exit_code >= 0 else signal_name(-self.exit_code)
 
 
 @event_kind("note")

@@ -19,6 +19,7 @@ from colotrain.rundir import RunDir
 from colotrain.runs.sync_state import SyncState, small_files, version_of
 from colotrain.runs.uploader import next_checkpoint
 from colotrain.show.console import tell
+from colotrain.spec.exit_codes import signal_name
 from colotrain.spec.plan import RunPlan
 
 MODULE = "colotrain.runs.uploader"
@@ -153,7 +154,7 @@ def _how_it_ended(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal_name(-code)}"
     return f"was killed by signal {-code}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 DONE = 0
 FAILED = 1
 USAGE = 2
@@ -30,3 +32,9 @@ WORST_FIRST = (INTERRUPTED, PREEMPTED, FAILED, USAGE, DOES_NOT_FIT)
 
 WORKER_FINAL = 3
 """Exit code of a worker whose error a restart would only repeat; it is not restarted."""
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal that ended a process; real-time signals have none in Python."""
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(number, f"signal {number}")

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from colotrain.errors import ColotrainError
 from colotrain.parent_process import die_with
+from colotrain.spec.exit_codes import signal_name
 
 LIMIT_S = 600.0
 """Maximum seconds of a call: as long as a rank may be silent until its first step."""
@@ -105,7 +106,7 @@ class ForkedCaller:
             return NotForked()
         self._process.join(1)
         code = self._process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
+        how = f"was killed by {signal_name(-code)}" if code and code < 0 else "ended"
         return ColotrainError(
             f"the process that builds the model for the plan {how} without an answer",
             "see what it printed, and whether it needs more memory than there is",

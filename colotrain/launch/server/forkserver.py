@@ -28,6 +28,7 @@ from colotrain.dotted import new_python
 from colotrain.launch.server.process_titles import name_process
 from colotrain.parent_process import die_with
 from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
+from colotrain.spec.exit_codes import signal_name
 
 FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -114,7 +115,7 @@ def how_server_ended() -> str:
         return ""
     if found.si_code == os.CLD_EXITED:
         return f"ended with exit code {found.si_status}"
-    return f"was killed by {signal.Signals(found.si_status).name}"
+    return f"was killed by {signal_name(found.si_status)}"
 
 
 def import_agent() -> None:
