@@ -64,13 +64,14 @@ def end_with(code: int) -> None:
 def print_bug(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """Print a traceback of bounded length: its last line may quote what others wrote."""
+    """Print a traceback of bounded length, without control characters that others wrote."""
     import traceback
 
     from colotrain.errors import MOST_WRITTEN, shortened
 
     text = "".join(traceback.format_exception(kind, error, frames))
-    sys.stderr.write(shortened(text, MOST_WRITTEN))
+    shown = (c if c.isprintable() or c == "\n" else " " for c in shortened(text, MOST_WRITTEN))
+    sys.stderr.write("".join(shown))
 
 
 def open_closed_streams() -> None:
