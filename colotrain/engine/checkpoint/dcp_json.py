@@ -221,7 +221,7 @@ class Target(Tensor):
 
     @staticmethod
     def of(local: Tensor, part: Part) -> Target:
-        target = local.detach().as_subclass(Target)
+        target = torch.empty(0, dtype=local.dtype).as_subclass(Target)  # only asked for its parts
         target.local, target.part = local, part
         return target
 
