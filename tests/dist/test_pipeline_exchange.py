@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.shm.shared_memory import PeerLost
 from colotrain.launch.causes import PEER_LOST_MESSAGES
+from colotrain.spec.axes import DP_SHARD, PP, Ranks
 from tests.dist.test_transport import WITHIN_S, _refuse, run, world
 
 SHAPES = ((3, 5), (), (0, 4), (64, 33), (200, 100))
@@ -26,11 +28,11 @@ def connected(lacking: int | None = None) -> Exchange:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == lacking:
             patch.setattr(os, "pidfd_open", _refuse)
-        links = make_links([(0, 1), (1, 2)], MOST_BYTES)
-    own = {pair for pair in ((0, 1), (1, 2)) if dist.get_rank() in pair and lacking not in pair}
+        links = make_links([(0, 1), (1, 2)], MOST_BYTES, Groups(Ranks({PP: 3, DP_SHARD: 1}), "cpu"))
+    pairs = ((0, 1), (1, 2))
+    own = {pair[0] for pair in pairs if dist.get_rank() in pair and lacking not in pair}
     assert links.keys() == own
-    by_sender = {before: link for (before, _), link in links.items()}
-    return Exchange(world(), dist.new_group(range(3)), by_sender)
+    return Exchange(world(), dist.new_group(range(3)), links)
 
 
 def passes_on(rank: int, lacking: int | None) -> None:

@@ -6,9 +6,9 @@ from colotrain.verify import worker
 step = ShardOptimizer.step
 
 
-def step_anew(self, *, factor, watch=None):
+def step_anew(self, *, factor):
     self.forget_state_(self.parameters)
-    return step(self, factor=factor, watch=watch)
+    return step(self, factor=factor)
 
 
 def main(path: str) -> int:

@@ -6,10 +6,10 @@ from colotrain.verify import worker
 step = ShardOptimizer.step
 
 
-def step_often(self, *, factor, watch=None):
+def step_often(self, *, factor):
     for _ in range(3):
         step(self, factor=1.0)
-    return step(self, factor=factor, watch=watch)
+    return step(self, factor=factor)
 
 
 def main(path: str) -> int:
