@@ -3,14 +3,14 @@
 from colotrain.engine.step import train
 from colotrain.verify import worker
 
-update = train.update_
+agree = train.agree
 
 
-def update_(run):
+def agree_on_more(run, *others):
     run.sharded.module.layers[0].linear.weight.grad.mul_(1.1)
-    return update(run)
+    return agree(run, *others)
 
 
 def main(path: str) -> int:
-    train.update_ = update_
+    train.agree = agree_on_more
     return worker.main(path)
