@@ -476,20 +476,20 @@ def test_weights_with_an_absurd_header(tmp_path: Path, content: bytes) -> None:
 # Recipes
 
 
-BOMBS = {
+REFERENCES = {
     "text": "".join(f"x{n + 1}: '" + f"${{x{n}}}" * 4 + "'\n" for n in range(30)),
     "lists": "".join(f"x{n + 1}: [" + f'"${{x{n}}}",' * 10 + "]\n" for n in range(9)),
     "values": "y: {a: [" + "1," * 9000 + "]}\n" + "".join(f"z{n}: ${{y}}\n" for n in range(900)),
 }
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("kind", REFERENCES)
 def test_references_that_stand_for_too_much_are_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(values, "MOST_ITEMS", 20_000)
     monkeypatch.setattr(values, "MOST_REFERENCES", 2_000)
-    (tmp_path / "bomb.yaml").write_text(f"x0: aaaaaaaaaa\n{BOMBS[kind]}")
+    (tmp_path / "bomb.yaml").write_text(f"x0: aaaaaaaaaa\n{REFERENCES[kind]}")
     began = time.process_time()
     _, problems = gather(["recipe=bomb.yaml"])
     assert problems

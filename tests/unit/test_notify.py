@@ -26,7 +26,7 @@ from colotrain.events.fold import fold
 from colotrain.events.view import RunView
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
-from colotrain.runs.resolving import resolve_config
+from colotrain.runs.resolving import compose, resolve_config
 from colotrain.show import notify as module
 from colotrain.show.notify import Notifier, check_notify
 from colotrain.spec.plan import RunPlan
@@ -260,7 +260,7 @@ def test_the_value_of_a_variable_stands_in_no_file(
     files = [path for path in rundir.path.rglob("*") if path.is_file()]
     assert len(files) >= 3
     assert not [path for path in files if SECRET in path.read_text("utf-8")]
-    again, _ = gather([f"recipe={rundir.config_file}", "name=told"])
+    again, _ = compose([f"recipe={rundir.config_file}", "name=told"], notices=[])
     assert again["observe"]["notify"] == config["observe"]["notify"]
     assert again["observe"]["notify"]["url"] == "https://${oc.env:HOOK}"
 

@@ -112,7 +112,7 @@ def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
-    monkeypatch.setattr(measure.sys, "executable", str(program))
+    monkeypatch.setattr(measure, "new_python", lambda: [str(program)])
     monkeypatch.setattr(measure, "LIMIT_S", 1.0)
     with pytest.raises(ColotrainError, match="--measure: a rank ended without an answer"):
         measure._run(tmp_path / "task.json", 2)

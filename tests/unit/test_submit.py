@@ -322,7 +322,7 @@ def test_stop_of_a_job_that_is_over_says_so(
 def test_lines_of_a_growing_log(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("one\ntwo\nthr")
-    reader = Lines(Source(name="job", path=log))
+    reader = Lines(Source(name="job", path=log, folder=tmp_path))
     assert reader.last(1) == ["job: two"]
     with log.open("a") as out:
         out.write("ee\nfour\n")
