@@ -7,6 +7,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from generated import staged_run
@@ -152,7 +153,8 @@ def test_pressure_is_read_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([(1.0, 10), (3.0, 30), (None, 30)])
     now = iter([0.0, 1.0, 10.0, 10.0, 20.0, 20.0])
     monkeypatch.setattr(pressure, "_counts", lambda: next(counts))
-    monkeypatch.setattr(pressure.time, "monotonic", lambda: next(now))
+    clock = SimpleNamespace(monotonic=lambda: next(now))  # other threads keep theirs
+    monkeypatch.setattr(pressure, "time", clock)
     meter = PressureMeter()
     assert meter.read(1) is None
     found = meter.read(2)
