@@ -212,18 +212,19 @@ def check_resumed(
     """Same as `check` for `resume` without settings; those that it advises are a configuration's.
 
     A plan has other keys than settings have, and with settings its configuration is composed anew.
+    What the plan names is shown as well: that is what `--trust-code` lets it do.
     """
     from colotrain.config.compose import gather
 
     if wrong := _refused(rundir, plan, trusted=trusted, only=(), given=given):
-        named = {}
+        fix = TRUST_IT
         with suppress(UsageError):
             own = calls(gather([as_override(key, value) for key, value in given.items()])[0])
             saved = calls(read_config(rundir))
             named = {key: value for key, value in saved.items() if own.get(key) != value}
-        if named:
-            raise _refusal(rundir.config_file, named, f"{TRUST_IT}, or {GIVE_IT}")
-        raise _refusal(rundir.plan_file, wrong, TRUST_IT)
+            if named:
+                fix = f"{TRUST_IT}, or {GIVE_IT}: {_as_arguments(named)}"
+        raise _refusal(rundir.plan_file, wrong, fix)
 
 
 def _refused(
@@ -283,15 +284,19 @@ def check_config(
 
 
 def _refusal(file: Path, named: Mapping[str, Any], fix: str) -> UsageError:
-    """Return the error, which shows what a configuration names as arguments for a shell."""
+    """Return the error, which shows what a plan or a configuration names."""
+    return UsageError(
+        f"{file}: it names code, files or addresses ({_as_arguments(named)}), and was not written "
+        "by you on this machine",
+        f"look at what that is, then {fix}",
+    )
+
+
+def _as_arguments(named: Mapping[str, Any]) -> str:
+    """Return arguments for a shell; of many, the first."""
     shown = [
         shlex.quote(shortened(as_override(key, value), MOST_OF_VALUE))
         for key, value in named.items()
     ]
     more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
-    what = " ".join([*shown[:MOST_NAMED], *more])
-    return UsageError(
-        f"{file}: it names code, files or addresses ({what}), and was not written by you "
-        "on this machine",
-        f"look at what that is, then {fix}",
-    )
+    return " ".join([*shown[:MOST_NAMED], *more])
