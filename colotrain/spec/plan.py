@@ -375,11 +375,7 @@ class RunPlan:
     def from_json(text: str) -> RunPlan:
         """Parse a run plan; raises `ColotrainError` where `text` is not one."""
         try:
-            plain = json.loads(text)
-            train = plain.get("train", {}) if isinstance(plain, dict) else {}
-            if isinstance(train, dict) and train.get("activation_checkpointing") == "blocks":
-                train["activation_checkpointing"] = "full"  # as it was called before
-            return from_plain(RunPlan, plain)
+            return from_plain(RunPlan, json.loads(text))
         except (ValueError, RecursionError, ConfigError) as error:
             raise ColotrainError(
                 f"not a run plan: {error}", "restore plan.json or start a new run"
