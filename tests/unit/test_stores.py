@@ -458,6 +458,7 @@ def test_a_killed_uploader_is_told_and_begins_again_once_there_is_a_process_for_
     rundir, start, failures = made("runs", runs_dir), subprocess.Popen, [0]
     (tmp_path / "idle.py").write_text("import sys\nsys.stdin.read()\n")
     monkeypatch.setattr(uploader_process, "MODULE", "idle")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(uploader_process, "RESTART_S", 0.01)
 
     def scarce(*args: Any, **kwargs: Any) -> Any:
