@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.data.prepare.conversations import trained_template
-from colotrain.data.prepare.templates import describe_marks, unknown_marks
+from colotrain.data.prepare.templates import describe_marks, limits, unknown_marks
 from colotrain.export.job import Job, write_json
 from colotrain.rundir import read_json
 
@@ -89,7 +89,8 @@ def _after_answer(tokenizer: Any) -> str | None:
     """The text after an answer that ends a conversation; None where that cannot be told."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False)
+        with limits():
+            text: str = tokenizer.apply_chat_template(chat, tokenize=False)
     except Exception:  # whatever a template raises about a conversation that it does not like
         return None
     return text.rpartition(ANSWER)[2] if ANSWER in text else None

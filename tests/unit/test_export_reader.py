@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from colotrain.export import reader
+from colotrain.data.prepare import templates
+from colotrain.export import prompting, reader
 
 RAN = "from pathlib import Path\nPath({!r}).touch()\n"
 
@@ -30,3 +33,14 @@ def test_code_beside_the_weights_is_not_run(
     assert reader.load_model(folder, {}, problems) is None
     assert len(problems) == 1
     assert not ran.exists()
+
+
+def test_a_template_without_an_end_is_left_after_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def render(*args: object, **kwargs: object) -> str:
+        while True:
+            pass
+
+    monkeypatch.setattr(templates, "SECONDS", 0.2)
+    began = time.thread_time()
+    assert prompting._after_answer(SimpleNamespace(apply_chat_template=render)) is None
+    assert time.thread_time() - began < 5

@@ -100,7 +100,7 @@ class ChatTemplate:
             source = _fixed_date() + source
         render = _transformers_renderer()
         try:
-            with _limits():
+            with limits():
                 _compile(source)
                 texts, marked = render(
                     conversations=[messages],
@@ -149,7 +149,7 @@ def _refusal(error: Exception) -> Exception:
 
 
 @contextmanager
-def _limits() -> Iterator[None]:
+def limits() -> Iterator[None]:
     """Raise `TimeoutError` or `MemoryError` after too much processor time or memory.
 
     Not in other threads than the main one, nor where somebody else uses its timer.
