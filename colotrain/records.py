@@ -26,10 +26,39 @@ _VALUES = ("null", "true", "false", "nan", "inf")
 
 T = TypeVar("T")
 
+DEEPEST = 64
+"""Lists and objects inside one another: what walks through a document calls itself for each."""
+
 MOST = 1 << 64
 """Integers of files are smaller: what computes with them takes no others."""
 _PLAIN_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _EXAMPLES = {int: "10", float: "0.1", bool: "true", str: "text"}
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return the JSON document `text`; `ValueError` also where it is more than `DEEPEST` deep."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    num = (
+        text.count(b"[") + text.count(b"{")
+        if isinstance(text, bytes)
+        else (text.count("[") + text.count("{"))
+    )
+    if num > DEEPEST and _is_deep(found):
+        raise ValueError("is nested too deeply")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        held = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for items in held for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def to_plain(record: Any) -> Any:

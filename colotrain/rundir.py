@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from colotrain.errors import ColotrainError, UsageError, fix_of, suggest
+from colotrain.records import from_json
 from colotrain.spec.plan import RunPlan
 
 RUNS = Path("runs")
@@ -189,14 +190,18 @@ class RunDir:
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
             self.path.chmod(0o700)
-        if strange := next(self.strange_files(), None):
-            problem = f"{strange}: expected a file or a folder, no link, FIFO or device"
-            fix = f"look at it, and take it out; {self.path} itself may be a link to a folder"
-            raise UsageError(problem, fix)
+        self.check_files()
         for folder in (self.events, self.logs, self.checkpoints, self.stop_file.parent):
             make_folder(folder, inside=self.path)
 
-    def strange_files(self) -> Iterator[Path]:
+    def check_files(self) -> None:
+        """Raise `UsageError` for a link, a FIFO or a device where colotrain writes."""
+        if strange := next(self._strange_files(), None):
+            problem = f"{strange}: expected a file or a folder, no link, FIFO or device"
+            fix = f"look at it, and take it out; {self.path} itself may be a link to a folder"
+            raise UsageError(problem, fix)
+
+    def _strange_files(self) -> Iterator[Path]:
         """Yield what is neither a file nor a folder, where colotrain writes."""
         folders = [self.path]
         while folders:
@@ -333,10 +338,7 @@ def read_text(path: Path, opener: Opener = regular) -> str:
 
 def read_json(path: Path, opener: Opener = regular) -> Any:
     """Return the document in a file as `read_text` reads it; `ValueError` also for deep ones."""
-    try:
-        return json.loads(read_text(path, opener))
-    except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply") from None
+    return from_json(read_text(path, opener))
 
 
 def open_inside(folder: Path, path: str | Path, flags: int) -> int:

@@ -50,6 +50,7 @@ def export(
     if not to:
         raise UsageError("export: expected --to DIR", "name a new directory")
     rundir = find(fetch_if_address(run, wanted=PLANS, checkpoint=True, step=step))
+    rundir.check_files()
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
     dtype = SHORT.get(dtype, dtype)
@@ -91,6 +92,7 @@ def recheck(folder: Path, *, as_json: bool, trust_code: bool) -> int:
     path = Path(receipt["run"]["path"])
     if (path / "plan.json").is_file():
         rundir, step = RunDir(path), int(receipt["run"]["step"])
+        rundir.check_files()
         trust.check(rundir, rundir.plan(), trusted=trust_code, only=CHECKED)
         return _check(rundir, folder, step=step, as_json=as_json, done=None)
     return _report(read_again(folder), folder, as_json=as_json, done=None)
@@ -117,7 +119,7 @@ def _report(receipt: dict[str, Any], folder: Path, *, as_json: bool, done: Expor
         print_json({**(asdict(done) if done is not None else {}), "receipt": receipt})
         return DONE if receipt["passed"] else UNVERIFIED
     console, loss, outputs = stdout_console(), receipt["validation_loss"], receipt["outputs"]
-    if loss.get("export") is not None:
+    if loss.get("export") is not None and loss.get("run") is not None:
         said = f"validation loss {loss['export']:.6g}, in the run {loss['run']:.6g}"
         console.print(f"checked: {said}")
     if outputs["largest_difference"] is not None:

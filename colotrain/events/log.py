@@ -23,6 +23,7 @@ from typing import Any
 
 from colotrain.errors import MOST_WRITTEN, shortened
 from colotrain.events.event import Event, EventKind
+from colotrain.records import from_json
 from colotrain.rundir import Opener, RunDir, open_inside, regular
 
 LINE_LIMIT = 16 << 20
@@ -279,7 +280,7 @@ def encode(record: dict[str, Any]) -> bytes:
 def decode(line: bytes, *, rank: int | None = None, attempt: int | None = None) -> Event | None:
     """Return the event in `line`, or None if there is none."""
     try:
-        record = json.loads(line)
+        record = from_json(line)
         kind, t = record.pop("kind"), float(record.pop("t"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from colotrain.errors import Problem, UsageError, fix_of
 from colotrain.export.job import OWN_CONFIG, call_of
 from colotrain.records import read
-from colotrain.rundir import RunDir, read_json, read_text
+from colotrain.rundir import RunDir, open_inside, read_json, read_text
 from colotrain.spec.plan import RunPlan
 
 RECEIPT = "receipt.json"
@@ -81,8 +82,12 @@ def digests(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != RECEIPT:
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                with open(path, "rb", opener=partial(open_inside, folder)) as file:
+                    found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                fix = "copy the directory with what its links lead to"
+                raise UsageError(f"{path}: {error.strerror}", fix) from error
     return found
 
 

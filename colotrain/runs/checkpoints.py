@@ -61,6 +61,7 @@ def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Pat
         run, found = name, stored_checkpoints(name, whole=verify)
     else:
         rundir = find(name, root=root)
+        rundir.check_files()
         run, found = rundir.name, iter(folders(rundir))
     rows, best = list[Row](), None
     for folder in found:

@@ -83,7 +83,10 @@ def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
     folder = RunDir(root / name)
     try:
         document = read_json(folder.sweep_file, folder.open)
-        return list(from_plain(Sweep, document).elements)
+        elements = from_plain(Sweep, document).elements
+        if strange := [each.run for each in elements if each.run != run_name(each.run)]:
+            raise ValueError(f"{strange[0]!r} is no name of a run")
+        return list(elements)
     except OSError as error:
         known = (path.parent.name for path in root.glob(f"*/{folder.sweep_file.name}"))
         raise UsageError(f"no sweep {name!r}", suggest(name, known)) from error

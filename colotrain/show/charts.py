@@ -145,7 +145,7 @@ def stacked_bar(
 ) -> Text:
     """Draw the sum of `parts` like `bar`, and divide the bar among the parts like `stacked`."""
     value = sum(size for _, size in parts)
-    filled = max(1, round(width * min(1.0, value / of))) if of > 0 else 0
+    filled = max(1, round(width * min(1.0, value / of))) if of > 0 and value < math.inf else 0
     line = stacked(parts, width=filled).append("·" * (width - filled), "dim")
     return _marked(line, mark, of=of)
 
@@ -161,7 +161,7 @@ def _marked(line: Text, mark: float, *, of: float) -> Text:
 def stacked(parts: Sequence[tuple[str, float]], *, width: int) -> Text:
     """Draw one bar in which each part has its share, its first letter, and a colour."""
     total, line, done = sum(value for _, value in parts), Text(), 0.0
-    if total <= 0:
+    if not 0 < total < math.inf:
         return line
     for i, (name, value) in enumerate(parts):
         start, done = round(width * done / total), done + value

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.records import from_plain, to_plain
+from colotrain.records import from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
@@ -375,7 +375,7 @@ class RunPlan:
     def from_json(text: str) -> RunPlan:
         """Parse a run plan; raises `ColotrainError` where `text` is not one."""
         try:
-            return from_plain(RunPlan, json.loads(text))
+            return from_plain(RunPlan, from_json(text))
         except (ValueError, RecursionError, ConfigError) as error:
             raise ColotrainError(
                 f"not a run plan: {error}", "restore plan.json or start a new run"

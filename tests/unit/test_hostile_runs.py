@@ -277,3 +277,57 @@ def test_a_manifest_with_a_number_of_hundreds_of_digits_is_damaged(
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_forms_of_files_before_all_verbs(where: Path, part: int) -> None:
     check(where, list(CASES[part::PARTS]), seed=part)
+
+
+@pytest.mark.parametrize("words", [("checkpoints", "mine"), ("export", "mine", "--to", "out")])
+@pytest.mark.parametrize("place", ["", "/step-00000004", f"/step-00000004/{MANIFEST}"])
+def test_a_checkpoint_elsewhere_is_none_of_the_run(
+    where: Path, place: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(where / "runs", "control/stop", empty, random.Random(0))
+    path = where / f"runs/mine/checkpoints{place}"
+    path.rename(where / "elsewhere")
+    path.symlink_to(where / "elsewhere")
+    assert guarded([*words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"runs/mine/checkpoints{place}: expected a file or a folder, no link" in line
+
+
+def test_a_link_in_an_export_is_not_read(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (where / "out").mkdir()
+    (where / "out" / "endless").symlink_to("/proc/self/pagemap")
+    receipt = dict.fromkeys(("loss", "kind", "samples", "largest_difference"))
+    sections = {"validation_loss": {"run": None, "export": None}, "outputs": receipt}
+    sections |= {"probe": {"input_ids": [], "logits": []}, "run": {"path": "gone", "step": 1}}
+    rest = {"format": "own", "files": {"endless": ""}, "tokenizer": {}, "notes": []}
+    (where / "out" / RECEIPT).write_text(json.dumps({**sections, **rest}))
+    with bounds():
+        assert guarded(["export", "out", "--check"]) == 2
+    assert "out/endless: is a link, which is not followed" in capsys.readouterr().err
+
+
+def test_events_that_are_nested_deeply_or_endless_break_no_verb(
+    where: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(where / "runs", "control/stop", empty, random.Random(0))
+    long = dict.fromkeys(("step_s", "data_s", "optimizer_s"), 1e308)
+    step = json.dumps({"t": 1.0, "kind": "step", "step": 1, "loss": 1.0, **long})
+    deep_one = '{"t": 1, "kind": "step", "step": 1, "loss": "nan", "x": ' + "[" * 900 + "]" * 900
+    with (where / "runs/mine/events/rank00000-attempt0000.jsonl").open("a") as file:
+        file.write(f"{step}\n{deep_one}}}\n{step}\n")
+    for words in (["runs"], ["logs", "mine"], ["dashboard", "mine", "--once"]):
+        assert guarded(words) == 0, words
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "a\0", "a b"])
+def test_a_sweep_names_runs_and_no_paths(
+    where: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunDir(where / "runs" / "sw")
+    one = {"sweep": "sw", "run": name, "overrides": [], "chosen": {}}
+    folder.create()
+    folder.write(folder.sweep_file, json.dumps({"elements": [one]}))
+    assert guarded(["runs", "--sweep", "sw"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: runs/sw/sweep.json: damaged")

@@ -11,7 +11,16 @@ import pytest
 from colotrain import records
 from colotrain.config.schema import Config
 from colotrain.errors import MOST_PROBLEMS, ConfigError, Problem, suggest
-from colotrain.records import MISSING, from_plain, leaves, read, sections, to_plain
+from colotrain.records import (
+    DEEPEST,
+    MISSING,
+    from_json,
+    from_plain,
+    leaves,
+    read,
+    sections,
+    to_plain,
+)
 from colotrain.show.formatting import shown, shown_loss
 from colotrain.spec.quantities import format_seconds, format_size, short_duration, short_size
 
@@ -162,3 +171,13 @@ def test_every_number_can_be_shown(value: float) -> None:
     for form in (format_size, format_seconds, short_size, short_duration, shown_loss):
         assert len(form(value)) < 350
     assert all(shown(value, form) for form in (".0%", ",.0f", ".4f", ".3g"))
+
+
+def test_documents_have_a_depth() -> None:
+    deepest = "[" * DEEPEST + "]" * DEEPEST
+    assert from_json(deepest) == from_json(deepest.encode())
+    for text in (f"[{deepest}]", '{"a":' * 65 + "1" + "}" * 65, "[" * 100_000 + "]" * 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            from_json(text)
+    assert len(from_json(str([[] for _ in range(100)]))) == 100
+    assert from_json('"' + "[" * 100 + '"') == "[" * 100
