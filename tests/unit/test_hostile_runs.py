@@ -330,4 +330,4 @@ def test_a_sweep_names_runs_and_no_paths(
     folder.write(folder.sweep_file, json.dumps({"elements": [one]}))
     assert guarded(["runs", "--sweep", "sw"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: runs/sw/sweep.json: damaged")
+    assert "runs/sw/sweep.json: damaged" in line
