@@ -47,7 +47,7 @@ def is_signature(text: str, part: str, content: Any) -> bool:
 def _read(rundir: RunDir) -> dict[str, Any]:
     try:
         found = read_json(rundir.signature_file, rundir.open)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

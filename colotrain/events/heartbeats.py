@@ -87,6 +87,6 @@ def read_heartbeats(folder: Path) -> list[Heartbeat]:
     for path in folder.glob("rank*.json"):
         try:
             found.append(from_plain(Heartbeat, read_json(path)))
-        except (OSError, ValueError, RecursionError, ConfigError):
+        except (OSError, ValueError, ConfigError):
             continue
     return sorted(found, key=lambda beat: beat.rank)

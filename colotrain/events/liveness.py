@@ -191,7 +191,7 @@ def launcher_of(rundir: RunDir) -> Launcher | None:
     """Return the launcher in the identity file; None if there is no readable one."""
     try:
         return from_plain(Launcher, read_json(rundir.launcher_file, rundir.open))
-    except (OSError, ValueError, RecursionError, ConfigError):
+    except (OSError, ValueError, ConfigError):
         return None
 
 

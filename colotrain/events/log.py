@@ -282,7 +282,7 @@ def decode(line: bytes, *, rank: int | None = None, attempt: int | None = None) 
     try:
         record = from_json(line)
         kind, t = record.pop("kind"), float(record.pop("t"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     if not isinstance(kind, str) or not math.isfinite(t):
         return None

@@ -90,7 +90,7 @@ def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
     except OSError as error:
         known = (path.parent.name for path in root.glob(f"*/{folder.sweep_file.name}"))
         raise UsageError(f"no sweep {name!r}", suggest(name, known)) from error
-    except (ValueError, RecursionError, ConfigError) as error:
+    except (ValueError, ConfigError) as error:
         raise UsageError(f"{folder.sweep_file}: damaged ({error})", "look at the runs") from error
 
 

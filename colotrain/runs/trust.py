@@ -255,7 +255,7 @@ def read_config(rundir: RunDir) -> dict[str, Any]:
         found = read_json(file, rundir.open)
     except FileNotFoundError:
         raise UsageError(f"{rundir.path}: has no {file.name}", "resume it unchanged") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         found = str(error)
     if not isinstance(found, dict):
         problem = f"{file}: is not as `colotrain run` writes it, so it is not read"

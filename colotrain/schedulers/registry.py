@@ -191,7 +191,7 @@ def recall(rundir: RunDir) -> Submitted | None:
         known = from_plain(Submitted, plain)
         scheduler = SCHEDULERS[known.scheduler]
         settings = from_plain(scheduler.settings, known.settings)
-    except (OSError, ValueError, RecursionError, KeyError, ConfigError):
+    except (OSError, ValueError, KeyError, ConfigError):
         return None
     sweep, is_job = known.sweep, re.fullmatch(scheduler.job_id, known.job, re.ASCII)
     if not is_job or any(scheduler.check(settings)) or (sweep and run_name(sweep) != sweep):

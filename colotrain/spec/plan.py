@@ -376,7 +376,7 @@ class RunPlan:
         """Parse a run plan; raises `ColotrainError` where `text` is not one."""
         try:
             return from_plain(RunPlan, from_json(text))
-        except (ValueError, RecursionError, ConfigError) as error:
+        except (ValueError, ConfigError) as error:
             raise ColotrainError(
                 f"not a run plan: {error}", "restore plan.json or start a new run"
             ) from error

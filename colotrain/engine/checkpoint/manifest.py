@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         if plain.get("schema") != SCHEMA:
             raise ValueError(f"its schema is {plain.get('schema')!r}, not {SCHEMA}")
         manifest = from_plain(Manifest, plain)
-    except (OSError, ValueError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         if isinstance(error, OSError) and error.errno in NO_RESOURCES:
             raise
         raise ColotrainError(f"{path}: {error}", "use another checkpoint") from error
