@@ -115,7 +115,14 @@ def prepare(
     page_locked.tell_once(lambda text: events.write(Note(text=f"warning: rank {rank}: {text}")))
     configure_malloc_for_build()
     start = StartingPoint.choose(plan, rundir, events)
-    run = build_run(plan, rundir, start, device, events, stop, heartbeat)
+    import_targets(plan)
+    data = open_loaders(plan, rank, rundir)
+    building, targets = build_sharded(plan, rundir, start, data, events)
+    run = assemble(building, data, targets, start, device, events, stop, heartbeat)
+    if plan.data.pairs:
+        add_references_(run)
+    elif plan.model.distill is not None:
+        ask_teacher_(run)
     copy = plan.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
     seed_all(plan.train.seed * 100_003 + copy)  # dropout differs where activations do
     start.restore_(run)
@@ -125,21 +132,19 @@ def prepare(
     return run
 
 
-def build_run(
+def build_sharded(
     plan: RunPlan,
     rundir: RunDir,
     start: StartingPoint,
-    device: torch.device,
+    data: tuple[BatchLoader, BatchLoader | None],
     events: EventWriter,
-    stop: Callable[[], str | None],
-    heartbeat: HeartbeatWriter | None,
-) -> Run:
-    """Build the model, its data and its optimizer. Where `start` has state, values come later."""
-    import_targets(plan)
-    rank = dist.get_rank()
-    data = open_loaders(plan, rank, rundir)
+) -> tuple[Build, tuple[float, dict[str, Tensor]]]:
+    """Build the model and shard it; also returns a step's targets, and the samples that tell them.
+
+    Where `start` has state, its values come later.
+    """
     model = build_alike(plan, data, events)
-    trial = first_micro_batch(data[0]) if rank == 0 else None
+    trial = first_micro_batch(data[0]) if dist.get_rank() == 0 else None
     targets = agree_on_targets(plan, trial, data[0], events)
     building = Build(
         plan=plan,
@@ -152,12 +157,7 @@ def build_run(
         given=names_to_restore(plan, start.copied, start.resumed),
     )
     transform_(building)
-    run = assemble(building, data, targets, start, device, events, stop, heartbeat)
-    if plan.data.pairs:
-        add_references_(run)
-    elif plan.model.distill is not None:
-        ask_teacher_(run)
-    return run
+    return building, targets
 
 
 @dataclass(frozen=True, slots=True)
