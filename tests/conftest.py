@@ -21,9 +21,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = ("tests/slurm/", "tests/dist/test_docs.py", "tests/simulated/", "tests/dist/")
+"""Tests that begin first, so that none of them is left at the end while other processes wait."""
+DOCS = "tests/dist/test_docs.py::"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Jobs of SLURM come first: they take ten minutes, most of it waiting."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+    """Order the tests by `LONGEST`; SLURM's jobs take ten minutes, most of them waiting."""
+    items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in LONGEST])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,9 +37,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]
-    """A process has the tests of a module, and one process all that need the one SLURM."""
+    """Give a process all tests of a module or of SLURM, or one page of the documentation."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(DOCS):
+            return nodeid
         return "slurm" if nodeid.startswith("tests/slurm/") else str(super()._split_scope(nodeid))
 
 

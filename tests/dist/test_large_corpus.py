@@ -1,4 +1,4 @@
-"""A corpus of a million documents is tokenised in bounded memory."""
+"""A corpus of 400,000 documents is tokenised in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-DOCUMENTS, SHARDS = 1_000_000, 8
+DOCUMENTS, SHARDS = 400_000, 8
 MORE_MIB = 16
-"""For ten times as many documents, 84 MiB more of them."""
+"""For ten times as many documents, 34 MiB more of them."""
 TOKENISE = """
 import json, resource, sys, time
 from pathlib import Path

@@ -243,16 +243,17 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
 ) -> None:
     """Where the site requeues by no exit code, the job asks for it itself.
 
-    A job has a minute before it is warned: a busy machine starts its workers in it and comes to a
-    step, an idle one comes to seven. The third job is fast, so that the test ends.
+    A job has one to two minutes before it is warned, for SLURM warns up to a minute early: a busy
+    machine starts its workers in that time and comes to a step, an idle one comes to some fifteen.
+    The third job is fast, so that the test ends.
     """
-    few = ("train.max_steps=20", "checkpoint.every=1")
+    few = ("train.max_steps=40", "checkpoint.every=1")
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
-        limits = ("cluster.slurm.time=2", "cluster.slurm.warn_s=60")
+        limits = ("cluster.slurm.time=3", "cluster.slurm.warn_s=60")
         events = site.rundir("short").events
         slow = (
             "data.target=samples:SlowAtFirst",
-            "data.args.seconds=4",
+            "data.args.seconds=7",
             f"data.args.events={events}",
         )
         job = site.submit("name=short", *limits, *slow, *few)
