@@ -34,8 +34,13 @@ from colotrain.spec.plugins import ROWS  # noqa: E402
 from colotrain.verify.building import build_plain  # noqa: E402
 from colotrain.verify.cases import Variant  # noqa: E402
 from colotrain.verify.compare import CaseResult, Tolerance, compare  # noqa: E402
-from colotrain.verify.optimizers import names_without_decay, optimizer_of  # noqa: E402
-from colotrain.verify.reference import Tensors, Trajectory, learning_rate_factor  # noqa: E402
+from colotrain.verify.reference import (  # noqa: E402  # noqa: E402
+    Tensors,
+    Trajectory,
+    learning_rate_factor,
+    names_without_decay,
+    optimizer_of,
+)
 from colotrain.verify.runner import verify  # noqa: E402
 from tests.families import GROUPED, Family  # noqa: E402
 from tests.running import SMALL  # noqa: E402

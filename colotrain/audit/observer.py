@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
-from colotrain.audit.model_sketches import gradients, weights
 from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
-from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark
+from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark, Sharding
 from colotrain.audit.reference import Taps
 from colotrain.audit.report import Report, rank, undivided
-from colotrain.audit.shards import Shards
 from colotrain.audit.sites import Site, here
-from colotrain.audit.sketch import packed
-from colotrain.audit.tensor_samples import Sample, are_same, has_changed, sample
+from colotrain.audit.sketch import packed, sketch
 from colotrain.audit.window import Window, factors_of, number, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
@@ -398,3 +395,113 @@ class Observer:
 
 def texts(sketches: dict[str, Tensor], without: Container[str] = ()) -> dict[str, str]:
     return {name: packed(values) for name, values in sketches.items() if name not in without}
+
+
+def gradients(
+    roots: model.Roots, gradient_of: Any = None, *, scale: float = 1.0
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Return sketches and table rows of all gradients: collective where they are sharded.
+
+    `gradient_of` returns a parameter's gradient where an engine has it; `scale` is a GradScaler's
+    that the optimizer takes off by itself.
+    """
+    found, rows = {}, {}
+    with model.gathered(roots.all()):
+        for name, parameter in roots.parameters().items():
+            gradient = parameter.grad if gradient_of is None else gradient_of(parameter)
+            gradient = model.whole(gradient) if parameter.requires_grad else None
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = gradient if scale == 1.0 else gradient / scale
+            rows[name] = model.row(parameter, gradient, "no backward of this step reached it")
+            if gradient is not None and gradient.layout == torch.strided:
+                found[name] = sketch(gradient)
+    return found, rows
+
+
+def weights(roots: model.Roots, value_of: Any = None) -> dict[str, Tensor]:
+    """Return sketches of all parameters: collective where they are sharded."""
+    found = {}
+    with model.gathered(roots.all()):
+        for name, parameter in roots.parameters().items():
+            own = parameter.detach()
+            value = model.whole(own) if value_of is None else value_of(parameter)
+            if value is not None:
+                found[name] = sketch(value)
+    return found
+
+
+class Shards:
+    """Sketches of whole parameters before they were sharded, and of the shards right after."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.weights: dict[str, str] = {}
+        self.site = Site("")
+        self.is_known = True
+        """Whether it can be told that shards were replaced after the call."""
+        self._after: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    def sharding(self, modules: Sequence[nn.Module]) -> None:
+        """Sketch the whole parameters before a call shards them, and leave earlier shards alone."""
+        self.calls, self.site = self.calls + 1, self.site if self.weights else here()
+        units = [m for module in modules for m in module.modules() if model.is_fsdp(m)]
+        shards = {id(parameter) for unit in units for parameter in unit.parameters()}
+        for name, parameter in named(modules):
+            if id(parameter) in shards:
+                continue
+            if not model.is_dtensor(parameter) and not parameter.is_meta and parameter.numel():
+                self.weights[f"{self.calls}:{name}"] = packed(sketch(parameter))
+
+    def sharded(self, modules: Iterable[nn.Module]) -> None:
+        """Sketch the shards after a call of `fully_shard`."""
+        for name, parameter in named(modules):
+            key = f"{self.calls}:{name}"
+            if key in self.weights and model.is_dtensor(parameter):
+                self._after[key] = parameter, sketch(model.local(parameter))
+
+    def event(self) -> Sharding | None:
+        """Return what is known at the first step; None if nothing was sharded."""
+        if not self.weights:
+            return None
+        kept = [
+            key
+            for key, (parameter, values) in self._after.items()
+            if sketch(model.local(parameter)).equal(values)
+        ]
+        self._after.clear()
+        return Sharding(
+            weights=self.weights, kept=kept if self.is_known else None, site=self.site.plain()
+        )
+
+
+def named(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [pair for module in modules for pair in module.named_parameters()]
+
+
+MOST = 32
+"""Approximate number of elements per tensor."""
+Sample = dict[tuple[int, torch.Size], Tensor]
+"""Id and local shape of a tensor → some of its elements."""
+
+
+def sample(tensors: Iterable[Tensor | None]) -> Sample:
+    """Return copies of elements of this rank's part of each tensor, spread evenly over it."""
+    found = {}
+    for tensor in tensors:
+        if tensor is not None:
+            own = model.local(tensor.detach())
+            flat = (own.coalesce().values() if own.is_sparse else own).reshape(-1)
+            key = id(tensor), own.shape  # a shard and the whole may be one tensor in turns
+            found[key] = flat[:: max(1, flat.numel() // MOST)].clone()
+    return found
+
+
+def are_same(one: Sample, other: Sample) -> bool:
+    """Whether all tensors of both samples are the same ones, unchanged."""
+    return one.keys() == other.keys() and not has_changed(one, other)
+
+
+def has_changed(one: Sample, other: Sample) -> bool:
+    """Whether a tensor of both samples is not the same in them."""
+    return any(key in other and not value.equal(other[key]) for key, value in one.items())

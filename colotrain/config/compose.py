@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,9 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from colotrain.config import overrides as wrong
 from colotrain.config.files import ConfigFile, display_path, first_line, read_file
-from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
-from colotrain.config.shipped import GROUPS, PRIMARY, Search, run_holding
+from colotrain.config.shipped import GROUPS, NAMED, PRIMARY, Search, run_holding
 from colotrain.config.values import (
     bounded_references,
     clear_args_,
@@ -39,8 +38,8 @@ from colotrain.config.values import (
     restore_texts,
     set_,
 )
-from colotrain.errors import ConfigError, Problem
-from colotrain.records import MISSING, to_plain
+from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.records import MISSING, as_argument, leaves, to_plain
 
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
@@ -57,7 +56,7 @@ def gather(
 
     `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among the
     shipped ones. Unknown keys are kept, so that `records.read` can name them all. Notes about
-    renamed keys and replaced sources are appended to `notices`. `saved` is the configuration of a
+    replaced sources are appended to `notices`. `saved` is the configuration of a
     run directory: values only, whose texts are never expanded and name no further files.
     """
     notices = [] if notices is None else notices
@@ -67,21 +66,19 @@ def gather(
     parsed = list(_parse(overrides, search, problems))
     choices = {o.key_or_group: _written_name(o) for o in parsed if _is_choice(o)}
     recipe = choices.get("recipe")
-    _rename(choices, search, notices)
     search = _drop_unknown(choices, search, cwd, problems)
-    config = _merge(_Layers(search, choices, problems, notices), saved or {})
+    config = _merge(_Layers(search, choices, problems), saved or {})
     touched = {override.key_or_group for override in parsed}
     given = {o.key_or_group for o in parsed if not o.is_delete() and o.value() is not None}
     give_way_(config, touched=touched, given=given, notices=notices)
     for override in parsed:
-        key, value = renamed(override.key_or_group, override.value(), notices)
+        key, value = override.key_or_group, override.value()
         if override.is_delete():
             delete_(config, key, value, problems)
         elif not _is_choice(override):
             set_(config, key, value, problems)
     if recipe is not None and config.get("recipe") is None:  # a saved one has its own
         config["recipe"] = recipe
-    move_profile(config, notices)
     return restore_texts(resolve_references(config, problems)), problems
 
 
@@ -91,16 +88,6 @@ def recipe_of(overrides: Sequence[str]) -> str | None:
     parsed = _parse(overrides, Search.at(Path.cwd()), [])
     names = [_written_name(o) for o in parsed if o.key_or_group == "recipe" and _is_choice(o)]
     return names[-1] if names else None
-
-
-def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None:
-    """Correct the group of names that moved: `cluster=h100` is now `hardware=h100`."""
-    for group, name in list(choices.items()):
-        found = search.group_of(group, name)
-        if found != group:
-            notices.append(f"{group}={name} is {found}={name} now, and was taken for it")
-            del choices[group]
-            choices.setdefault(found, name)
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -138,16 +125,16 @@ def _parse(overrides: Sequence[str], search: Search, problems: list[Problem]) ->
 
 def _parse_one(parser: OverridesParser, text: str, search: Search) -> Override | Problem:
     if "=" not in text and not text.startswith("~"):
-        return wrong.not_an_override(text, search)
+        return not_an_override(text, search)
     try:
         override = _parse_lenient(parser, text)
     except (HydraException, ValueError) as error:  # also numbers of thousands of digits
         return _explain(parser, text, error)
     key = override.key_or_group
     if not key or override.package is not None or "/" in key:
-        return wrong.wrong_key(text)
+        return wrong_key(text)
     if override.is_sweep_override() or (key in GROUPS and isinstance(override.value(), list)):
-        return wrong.several_values(text)
+        return several_values(text)
     return override
 
 
@@ -166,8 +153,8 @@ def _explain(parser: OverridesParser, text: str, error: Exception) -> Problem:
     try:
         parser.parse_override(text.partition("=")[0] + "=0")
     except HydraException:
-        return wrong.wrong_key(text)
-    return wrong.wrong_value(text, first_line(error))
+        return wrong_key(text)
+    return wrong_value(text, first_line(error))
 
 
 def _is_choice(override: Override) -> bool:
@@ -216,7 +203,6 @@ def _merge(layers: _Layers, saved: dict[str, Any]) -> DictConfig:
             found = layers.load_config(layer.config_path or "")
             if found is not None:
                 embedded = OmegaConf.create(_embed(found.config, layer.package))
-                use_new_names(embedded, layers.notices)
                 config.merge_with(embedded)
                 clear_args_(config)
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
@@ -248,10 +234,8 @@ class _Layers(ConfigRepository):
         search: Search,
         choices: dict[str, str],
         problems: list[Problem],
-        notices: list[str],
     ) -> None:
         self.sources = []
-        self.notices = notices
         self.search = search
         self.choices = choices
         self.problems = problems
@@ -372,10 +356,6 @@ class _Layers(ConfigRepository):
         self, group: str, name: str, file: Path, written: InputDefault | None = None
     ) -> list[ConfigDefault]:
         """Return the entry for GROUP/NAME; without such a file, report it and return no entry."""
-        if (found := self.search.group_of(group, name)) != group:
-            where = display_path(file)
-            self.notices.append(f"{group}: {name} (in {where}) is {found}: {name} now")
-            group, written = found, None
         target = self.search.find(f"{group}/{name}")
         if target is None:
             if written is None or not written.is_optional():
@@ -398,3 +378,47 @@ def _insert_before_self(defaults: list[InputDefault], named: list[ConfigDefault]
     own = [index for index, default in enumerate(defaults) if default.is_self()]
     at = own[0] if own else len(defaults)
     defaults[at:at] = named
+
+
+def not_an_override(text: str, search: Search) -> Problem:
+    """Return the problem of a bare word: `llm-tiny` may mean `recipe=llm-tiny`."""
+    groups = [group for group in NAMED if text in search.names(group)]
+    hint = suggest(text, (*leaves(Config), "recipe", "plugin"))
+    if groups:
+        hint = "did you mean " + " or ".join(f"{group}={text}" for group in groups) + "?"
+    elif text and text not in leaves(Config) and Path(text).exists():
+        ways = [as_argument(key, text) for key in ("data.path", "model.hf", "recipe")]
+        hint = f"write {', '.join(ways[:2])} or {ways[2]}, as what it is"
+    elif text in leaves(Config) or not hint.startswith("did you mean"):
+        hint = f"write {text}=VALUE" if text in leaves(Config) else "as in train.max_steps=10"
+    return Problem(key=text or "''", expected="KEY=VALUE", fix=hint)
+
+
+def wrong_key(text: str) -> Problem:
+    key, _, value = text.partition("=")
+    hint = suggest(key.lstrip("+~").replace("/", "."), leaves(Config))
+    fix = hint if hint.startswith("did you mean") else "keys are names joined by dots"
+    return Problem(key=key or "''", value=value, expected="a key like train.seed", fix=fix)
+
+
+def wrong_value(text: str, reason: str) -> Problem:
+    """Return the problem of a value that Hydra's grammar rejects; most need quotes."""
+    key, _, value = text.partition("=")
+    fix = f"quote it: {as_argument(key, value)}"
+    if value.startswith(("[", "{", '"', "'")):
+        fix = "close every bracket and quote, and put the whole argument in single quotes"
+    expected = f"a value that Hydra's grammar can read ({reason})"
+    return Problem(key=key, value=value, expected=expected, fix=fix)
+
+
+def several_values(text: str) -> Problem:
+    key, _, value = text.partition("=")
+    fix = "a list of choices needs `run --sweep` or `submit --sweep`"
+    if _takes_list(key):
+        fix = f"write {key}=[{value}] for a list"
+    return Problem(key=key, value=value, expected="one value", fix=fix)
+
+
+def _takes_list(key: str) -> bool:
+    wanted = leaves(Config).get(key.lstrip("+"))
+    return list in (typing.get_origin(w) for w in (wanted, *typing.get_args(wanted)))

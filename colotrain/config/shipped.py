@@ -55,11 +55,6 @@ class Search:
         candidates = (f / f"{name}{ending}" for f in self._folders(group) for ending in endings)
         return next((file for file in candidates if file.is_file()), None)
 
-    def group_of(self, group: str, name: str) -> str:
-        """Return the group that has `name`: GPU files moved from `cluster` to `hardware`."""
-        moved = group == "cluster" and self.find(f"{group}/{name}") is None
-        return "hardware" if moved and self.find(f"hardware/{name}") is not None else group
-
     def names(self, group: str) -> list[str]:
         """Return the names in `group`, including the first level of subfolders."""
         patterns = [f"{depth}*{ending}" for depth in ("", "*/") for ending in ENDINGS]
@@ -80,12 +75,15 @@ class Search:
         known = self.names(group)
         place = f" (in {where})" if where else ""
         expected, fix = f"a known {group}", suggest(name, known)
+        others = [other for other in NAMED if name in self.names(other)]
         if group == "recipe" and name.endswith(ENDINGS):
             expected = "a recipe file that exists"
         elif not known or group not in NAMED:
             key = "name" if "name" in field_types(sections(Config)[group]) else "KEY"
             fix = f"write {group}.{key}={name}, or a file ./conf/{group}/{name}.yaml"
             expected = "the name of a file" + (f" ({', '.join(known)})" if known else "")
+        if others:
+            fix = "did you mean " + " or ".join(f"{other}={name}" for other in others) + "?"
         return Problem(key=group, value=name, expected=expected + place, fix=fix)
 
     def _folders(self, group: str) -> list[Path]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.server.forkserver import how_server_ended, without_results, work
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.survivors import end_survivors, failed
-from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -208,3 +209,37 @@ def _log_folder(launch: Launch) -> Path:
     folder = launch.rundir.logs / (time.strftime("%Y%m%d-%H%M%S") + of_node)
     launch.rundir.make_folder(folder)
     return folder
+
+
+LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+"""Loggers of the agent, and of the functions that start and end its workers."""
+
+
+class _File(logging.FileHandler):
+    """A file that a full disk leaves incomplete."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # named by logging
+        pass
+
+
+@contextmanager
+def torch_logs_to(file: Path) -> Iterator[None]:
+    """Write the messages of `LOGGERS` to `file`, and nowhere else, until the end of the block."""
+    handler = _File(file, delay=True, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, propagates in zip(loggers, before, strict=True):
+            logger.propagate = propagates
+            logger.removeHandler(handler)
+        handler.close()

@@ -3,8 +3,7 @@
 Every node's launcher, node 0's own included, keeps one TCP connection to the head and reports every
 second in lines of JSON; the answer is the state of the rendezvous. The head measures silence by its
 own clock, so clocks may differ; time in which the head itself was suspended (by SLURM) does not
-count as silence. A round is one attempt: the nodes in it, in the order of their ranks
-(`launch.places`). Nodes for which a round has no place are spare: they wait until one is free. A
+count as silence. A round is one attempt: the nodes in it, in the order of their ranks. Nodes for which a round has no place are spare: they wait until one is free. A
 node and the head prove to one another that they see the run's folder by a secret stored there,
 which also keeps strangers out (`connections`).
 """
@@ -15,13 +14,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from colotrain.addresses import LOOPBACK, is_loopback
 from colotrain.connections import Link, Service
-from colotrain.launch.places import next_nodes
 from colotrain.timeouts import wait_readable
 
 SILENT_S = 15.0
@@ -377,3 +375,19 @@ class NodeRegistry:
             "closed": self.closed,
             "refused": self.closed in self.refusals,
         }
+
+
+def next_nodes(before: Sequence[int], waiting: Sequence[int], *, most: int) -> list[int]:
+    """Return the nodes of the next round, of which the first has the first ranks.
+
+    Nodes of the round `before` come first; others follow by their numbers, up to `most` nodes.
+    Where there are as many as before, each keeps its place and new ones take the free places. So
+    the ranks of those that stay keep their numbers, by which copies of their state in memory are
+    found. Otherwise nodes are in the order of their numbers.
+    """
+    stay = [node for node in before if node in waiting]
+    new = sorted(set(waiting) - set(stay))[: max(0, most - len(stay))]
+    if len(stay) + len(new) != len(before):
+        return sorted([*stay, *new])
+    free = iter(new)
+    return [node if node in stay else next(free) for node in before]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator, Set
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from colotrain import module_tree
 from colotrain.dotted import described, import_target, is_users, shown_path
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
+from colotrain.models.allocating import Allocates, KeepsEscaped
 from colotrain.models.facts import facts_of
-from colotrain.models.filling import Shards
-from colotrain.models.initialising import initialise_
+from colotrain.models.filling import ParameterFiller, Shards
 from colotrain.models.llm import LLM
-from colotrain.models.seeding import seeded
+from colotrain.models.seeding import seed_all, seeded
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import storage_id, uncompiled_
 
@@ -338,3 +338,24 @@ def _refused(plan: ModelPlan, error: Exception) -> ColotrainError:
     if plan.deferred_init:
         fix += "; if it needs the values of parameters, set model.deferred_init=false"
     return ColotrainError(problem, fix)
+
+
+def initialise_(model: nn.Module, *, seed: int, shards: Shards, later: Container[str] = ()) -> None:
+    """Call `model.init_weights()`, which gives every parameter its value. All ranks must call.
+
+    Random values of a parameter come from its own generator, seeded by its name; other random
+    numbers come from the global generators. A parameter that is left without a value is an error,
+    except for those in `later`.
+    """
+    names = [name for name, _ in module_tree.named_parameters(model)]
+    filler = ParameterFiller(model, seed=seed, shards=shards)
+    with torch.no_grad(), filler.whole_parameters():
+        seed_all(seed)
+        with KeepsEscaped(filler), Allocates(filler):
+            model.init_weights()  # type: ignore[operator]
+        filler.finish(later=later)
+    if added := [name for name, _ in module_tree.named_parameters(model) if name not in names]:
+        raise ColotrainError(
+            f"model.deferred_init=true: init_weights() adds the parameter {added[0]}",
+            "make every parameter in the constructor",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,14 +14,13 @@ from colotrain.config.adapter import plan_adapter
 from colotrain.config.checks import check, find_resume
 from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
-from colotrain.config.schema import Config, Elastic, Freeze, Optim, Train
+from colotrain.config.schema import Config, Elastic, Freeze, Optim, StopEarly, Train
 from colotrain.config.schema_observe import Observe
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
 from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
-from colotrain.planner.evaluations import num_validation, stop_early_plan
 from colotrain.planner.fix_hints import changed_plans, memory_warnings, with_changes
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
@@ -50,15 +50,10 @@ from colotrain.planner.resizing import (
     warn_of_first_node,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
-from colotrain.planner.schedules import (
-    check_own_functions,
-    study_loss,
-    warn_of_batch_norms,
-)
 from colotrain.planner.stages import of_fullest_stage
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
-from colotrain.spec.batch import Batch, tokens_per_count
+from colotrain.spec.batch import Batch, endless_evaluation, no_best, tokens_per_count
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
@@ -71,8 +66,10 @@ from colotrain.spec.plan import (
     ModelPlan,
     OptimPlan,
     RunPlan,
+    StopEarlyPlan,
     TrainPlan,
 )
+from colotrain.spec.survey import LossStudy, Survey
 from colotrain.spec.text_samples import TextSamplesPlan
 
 
@@ -397,3 +394,90 @@ def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]
     yield from machine.warn_of_threads(procs)
     if scale.device == "cuda" and procs > machine.num_devices and not named:
         yield f"cluster.procs_per_node={procs}: this machine has {machine.num_devices} GPUs"
+
+
+def num_validation(settings: Config, data: DataPlan, *, surveys: ModelSurveys) -> int | None:
+    """Return the number of validation samples; None if nothing needs it or it is not known yet.
+
+    Raises `ConfigError` for all samples of a stream, and where a best checkpoint or the end of the
+    run depends on evaluations and there are none.
+    The data is prepared only where these are likely, because no share of it is kept for validation.
+    """
+    train = settings.train
+    key, metric = "checkpoint.best.metric", settings.checkpoint.best.metric
+    if metric is None:
+        key, metric = "train.stop_early.metric", train.stop_early.metric
+    if not train.eval_steps or (train.eval_steps != "all" and metric is None):
+        return None
+    fraction = data.validation_fraction
+    found = surveys.count_validation(data, train.seed, prepare=metric is not None and fraction == 0)
+    if found == sys.maxsize and train.eval_steps == "all":
+        raise ConfigError([endless_evaluation()])
+    if found == 0 and metric is not None:
+        raise ConfigError([no_best(key, metric, fraction, own_dataset=data.source == "target")])
+    return found
+
+
+def stop_early_plan(rule: StopEarly) -> StopEarlyPlan | None:
+    """Return the rule by which the run ends early; None: it makes all of its steps."""
+    if rule.metric is None:
+        return None
+    return StopEarlyPlan(
+        metric=rule.metric, mode=rule.mode, patience=rule.patience, min_delta=rule.min_delta
+    )
+
+
+def check_own_functions(
+    settings: Config, data: DataPlan, steps: Steps, surveys: ModelSurveys
+) -> None:
+    """Raise `ConfigError` where a function is not there, or returns what cannot be used."""
+    train = settings.train
+    asked = {
+        "data.sampler": data.sampler,
+        "data.collate": data.collate,
+        "train.metrics": train.metrics,
+        "train.on_gradients": train.on_gradients,
+    }
+    if named := {key: dotted for key, dotted in asked.items() if dotted}:
+        surveys.check_functions(data, named, train.seed)
+    name = settings.optim.schedule.name
+    if ":" in name and (wrong := surveys.check_schedule(name, steps.max_steps)):
+        expected = f"a function of (step, total) that returns factors of 0 or more ({wrong})"
+        fix = "steps count from 0; correct the function"
+        key = "optim.schedule.name"
+        raise ConfigError([Problem(key=key, value=name, expected=expected, fix=fix)])
+
+
+MOST_STUDIED_BYTES = 256 << 20
+"""Bytes of parameters up to which a plan runs forwards of the model itself."""
+
+
+def study_loss(
+    settings: Config, model: ModelPlan, data: DataPlan, survey: Survey, surveys: ModelSurveys
+) -> LossStudy:
+    """What forwards of the model find of its loss; nothing where colotrain's own code sums it.
+
+    Raises `ConfigError` for labels that teach something else than they are meant to. A larger model
+    is looked at when its run begins.
+    """
+    ours = survey.scores_tokens or (model.hf and not survey.other_task)
+    of_text = data.source != "target" and (ours or data.masked or data.pairs)
+    num_bytes = sum(p.numel * p.itemsize for p in survey.parameters)
+    if (of_text and model.loss is None) or (num_bytes > MOST_STUDIED_BYTES and not ours):
+        return LossStudy()
+    found = surveys.study_loss(model, data, settings.train.seed)
+    if found.problem:
+        raise ConfigError([Problem(**found.problem)])
+    return found
+
+
+def warn_of_batch_norms(survey: Survey, batch: BatchPlan) -> Iterator[str]:
+    """Warning of modules by which the samples of a micro-batch depend on one another."""
+    names, size = survey.batch_norms, batch.micro_batch
+    if names and batch.global_batch > size:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"batch normalization ({names[0]}{more}) sees the samples of one micro-batch on one "
+            f"rank, {size}, of the {batch.global_batch} of a step: results depend on "
+            "train.micro_batch; GroupNorm and LayerNorm see each sample by itself"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.records import as_override
 from colotrain.rundir import RUNS, RunDir
-from colotrain.runs import checkpoints, fetching, naming, smoke, trust
+from colotrain.runs import checkpoints, fetching, naming, trust
 from colotrain.runs import detach as detached
 from colotrain.runs.data_preparation import prepare_data
 from colotrain.runs.resolving import (
@@ -35,9 +36,11 @@ from colotrain.runs.resolving import (
 from colotrain.runs.uploader_process import UploaderProcess, report_unsent
 from colotrain.schedulers.registry import recall, scheduler_of_job
 from colotrain.show.console import print_json, stderr_console, tell
+from colotrain.show.formatting import shown_loss
 from colotrain.show.notify import check_notify
 from colotrain.spec.exit_codes import DONE, LEFT
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration, short_size
 from colotrain.spec.schedulers import job_here
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from colotrain.events.event import Event
     from colotrain.events.log import EventReader
     from colotrain.events.view import RunView
+
 
 ONLY_NODE = Node()
 
@@ -267,7 +271,7 @@ def train(
             raise
         raise ColotrainError(cause, how_to_resume(plan, rundir)) from error
     print_summary(console, document, plan, view=view)
-    if plan.smoke and (line := smoke.close(document, plan, rundir)):
+    if plan.smoke and (line := close_smoke_run(document, plan, rundir)):
         tell(line)
     if document["status"] in ("preempted", "interrupted"):
         tell(how_to_resume(plan, rundir))
@@ -309,7 +313,7 @@ def summarize(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     view = view_of(rundir)
     document = summary(view, plan, rundir)
     if plan.smoke:
-        document["smoke"] = smoke.report(view, plan, rundir)
+        document["smoke"] = smoke_report(view, plan, rundir)
     rundir.write_summary(document)
     whole = document["status"] == "finished" and view.world_size == plan.world_size
     if whole and not rundir.traces.exists():  # a trace in memory is part of the peak
@@ -397,3 +401,52 @@ def execute(
             ended = start(plan, rundir, follow=show, node=node, began_at=began_at)
             display([*trackers.close(), *notifier.close()])
     return ended
+
+
+SAVED_STEP = 1
+
+
+def smoke_report(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
+    """Return the `smoke` section of the summary: whether the run passed, and its cost.
+
+    `seconds` counts from the start of the command and includes the preparation of the data.
+    """
+    saved = rundir.checkpoint(SAVED_STEP)
+    resumed = SAVED_STEP in view.resumed
+    return {
+        "passed": view.status == "finished" and view.steps == plan.train.max_steps and resumed,
+        "resumed_from_step": SAVED_STEP if resumed else None,
+        "checkpoint_bytes": sum(f.stat().st_size for f in saved.rglob("*") if f.is_file()),
+        "evaluations": len(view.evals),
+        "seconds": time.time() - psutil.Process().create_time(),
+    }
+
+
+def close_smoke_run(document: dict[str, Any], plan: RunPlan, rundir: RunDir) -> str:
+    """Delete the checkpoint of a smoke run that passed; return the line that says what ran.
+
+    The line is empty if the run did not pass; the error is reported elsewhere.
+    """
+    found, memory = document["smoke"], document["memory"]
+    if not found["passed"]:
+        return ""
+    shutil.rmtree(rundir.checkpoint(SAVED_STEP), ignore_errors=True)
+    batch, evals = plan.batch, found["evaluations"]
+    each = (
+        "a micro-batch"
+        if batch.accumulation_steps == 1
+        else f"{batch.accumulation_steps} micro-batches"
+    )
+    evaluated = (
+        f"{evals} evaluation{'s' * (evals > 1)}" if evals else "no evaluation (the plan has none)"
+    )
+    predicted = short_size(memory["predicted_peak"])
+    peak = short_size(max(memory["peak_by_rank"], default=0))
+    loss = shown_loss(document["loss"]["last"])
+    return (
+        f"smoke run passed in {short_duration(found['seconds'])}: {plan.plugin.name} on "
+        f"{plan.world_size} {plan.cluster.device} rank{'s' * (plan.world_size > 1)}, "
+        f"{document['steps']} steps of {each} (loss {loss}), {evaluated}, a checkpoint of "
+        f"{short_size(found['checkpoint_bytes'])} written, resumed from and removed; "
+        f"peak {peak} per rank ({predicted} predicted)"
+    )

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain import module_tree
@@ -33,14 +35,11 @@ from colotrain.models.loading import begin_training_
 from colotrain.models.objective import attach_, output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
-from colotrain.spec.plan import FreezePlan, RunPlan
+from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import BatchNorms, TorchDispatchMode, tree_leaves
 from colotrain.verify.building import build_plain
-from colotrain.verify.distillation import WithTeacher
 from colotrain.verify.masks import MaskedSamples, without_dropout
-from colotrain.verify.optimizers import names_without_decay, optimizer_of
-from colotrain.verify.preferences import TwoModels
 
 Tensors = dict[str, Tensor]
 Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
@@ -298,3 +297,129 @@ def _gradients(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
 
 def _values(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
     return {n: p.detach().to(own[n], copy=True) for n, p in module_tree.named_parameters(model)}
+
+
+class WithTeacher:
+    """The teacher beside the model that learns."""
+
+    def __init__(self, plan: RunPlan, dtype: torch.dtype | None) -> None:
+        assert plan.model.distill is not None
+        self.plan = plan.model.distill
+        teacher = ModelPlan(target="", hf=self.plan.teacher)
+        self.teacher = build_plain(teacher, seed=0).to(dtype).eval()
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the targets; 0 where there are none."""
+        heat, alpha = self.plan.temperature, self.plan.alpha
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        counted = batch["labels"] >= 0
+        with torch.no_grad():
+            theirs = _logits(self.teacher, inputs)[counted].div(heat).softmax(-1)
+        logits = _logits(model, inputs)[counted]
+        ours, top = logits.div(heat).softmax(-1), theirs.topk(self.plan.top_k).indices
+        p, q = (_with_rest(every, top) for every in (theirs, ours))
+        divergence = torch.where(p > 0, p * (p.clamp(min=1e-300).log() - q.log()), 0.0).sum()
+        hard = nn.functional.cross_entropy(logits, batch["labels"][counted], reduction="sum")
+        total = alpha * heat**2 * divergence + (1 - alpha) * hard
+        return total / counted.sum().clamp(min=1)
+
+
+def _with_rest(every: Tensor, top: Tensor) -> Tensor:
+    """Probabilities of the tokens in `top`, and that of all others together."""
+    rest = every.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    return torch.cat([every.gather(-1, top), rest], -1)
+
+
+def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    output: Any = model(**inputs)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def names_without_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters that transformers' own trainer would leave without weight decay:
+    those in a module whose class is a norm's, and those that are called a norm or a bias."""
+    found = set()
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
+        path, _, own = name.rpartition(".")
+        owner, called = model.get_submodule(path), path.rpartition(".")[2]
+        kinds = " ".join(kind.__name__ for kind in type(owner).__mro__)
+        is_matrix = re.search(r"\b(Linear|Embedding|EmbeddingBag|_ConvNd)\b", kinds) is not None
+        named = called if own in ("weight", "scale", "gamma", "beta") else own
+        is_norm = re.search(r"Norm(?!al)", kinds) or re.search(
+            r"norm_?[0-9a-z]?$|(^|_)ln(_?\w)?$", named
+        )
+        is_bias = re.search(r"(^|_)bias(_|$)", own) or (own == "weight" and called.endswith("bias"))
+        if is_bias or (is_norm and not is_matrix) or parameter.ndim < 2:
+            found.add(name)
+    return found
+
+
+def optimizer_of(
+    name: str, parameter: nn.Parameter, plan: OptimPlan, undecayed: Container[str]
+) -> torch.optim.Optimizer:
+    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule."""
+    is_matrix = name not in undecayed
+    lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
+    for rule in plan.rules:
+        if fnmatch.fnmatch(name, rule.match):
+            lr = plan.lr * rule.lr_scale if rule.lr_scale is not None else lr
+            decay = rule.weight_decay if rule.weight_decay is not None else decay
+    group: dict[str, Any] = {"params": [parameter], "lr": lr, "weight_decay": decay}
+    betas, is_hidden = (plan.betas[0], plan.betas[-1]), is_matrix and parameter.ndim == 2
+    if plan.name == "sgd":
+        return torch.optim.SGD([group], momentum=plan.betas[0])
+    if plan.name == "adafactor":
+        return torch.optim.Adafactor([group])
+    if plan.name == "lion":
+        return PlainLion([group], {"betas": betas})
+    if plan.name == "muon" and is_hidden and re.search(r"(^|\.)[0-9]+\.", name):
+        return torch.optim.Muon([group], momentum=betas[1], adjust_lr_fn="match_rms_adamw")
+    if plan.name in ("adamw", "muon"):
+        return torch.optim.AdamW([group], betas=betas, eps=plan.eps)
+    own = import_target("optim.name", plan.name)([group], lr=lr, **plan.args)
+    assert isinstance(own, torch.optim.Optimizer), "checked when the plan was made"
+    return own
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion as in its paper (Chen et al. 2023, algorithm 2), since torch has none."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            for weight in group["params"]:
+                gradient: Tensor = weight.grad
+                if gradient is None:
+                    continue
+                moment = self.state[weight].get("m", torch.zeros_like(weight))
+                direction = torch.sign(beta1 * moment + (1 - beta1) * gradient)
+                weight.copy_(weight - rate * (direction + decay * weight))
+                self.state[weight]["m"] = beta2 * moment + (1 - beta2) * gradient
+
+
+class TwoModels:
+    """The model that trains, and the model as it began."""
+
+    def __init__(self, plan: RunPlan, dtype: torch.dtype | None) -> None:
+        self.first = build_plain(plan.model, seed=plan.train.seed).to(dtype).eval()
+        self.beta = plan.model.dpo_beta or 0.0
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the pairs of which both answers have a target; 0 where there are none."""
+        labels = batch["labels"]
+        with torch.no_grad():
+            before = _log_probs(self.first, batch)
+        gained = _log_probs(model, batch) - before
+        losses = -F.logsigmoid(self.beta * (gained[:, 0] - gained[:, 1]))
+        counted = (labels >= 0).any(2).all(1)
+        return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def _log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    ids, labels = batch["input_ids"], batch["labels"]
+    output: Any = model(input_ids=ids.reshape(-1, ids.shape[-1]))
+    logits = output if isinstance(output, Tensor) else output.logits
+    each = logits.log_softmax(-1).view(*labels.shape, -1)
+    picked = each.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels >= 0, picked, 0.0).sum(-1)

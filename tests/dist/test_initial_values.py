@@ -18,7 +18,6 @@ from colotrain.engine.sharding.sharded_model import materialise_, shard_
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
-from colotrain.models.initialising import initialise_
 from colotrain.models.loading import (
     WHOLE,
     allocate_,
@@ -26,6 +25,7 @@ from colotrain.models.loading import (
     build,
     build_on_meta,
     build_whole,
+    initialise_,
 )
 from colotrain.planner.traced.survey import UNCALLED, survey
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan

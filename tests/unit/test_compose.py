@@ -442,34 +442,6 @@ def test_null_arguments_in_a_file_drop_those_of_its_base(tmp_path: Path) -> None
         assert config["model"]["args"] == expected
 
 
-def test_names_of_before_are_taken_for_those_of_now(tmp_path: Path) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "old.yaml").write_text(
-        "defaults: [llm-tiny, _self_]\n"
-        "train: {activation_checkpointing: blocks}\n"
-        "optim: {schedule: {final_ratio: 0.3}}\n"
-    )
-    notices: list[str] = []
-    config, problems = gather(["recipe=old"], cwd=tmp_path, notices=notices)
-    assert not problems
-    assert config["train"]["activation_checkpointing"] == "full"
-    assert config["optim"]["schedule"]["min_lr_ratio"] == 0.3
-    assert "final_ratio" not in config["optim"]["schedule"]
-    assert notices == [
-        "optim.schedule.final_ratio is optim.schedule.min_lr_ratio now, and was taken for it",
-        "train.activation_checkpointing=blocks is train.activation_checkpointing=full now, and was "
-        "taken for it",
-    ]
-    given = ["recipe=old", "optim.schedule.min_lr_ratio=0.5", "cluster.rank=1", "cluster.head=a:1"]
-    config, problems = gather(given, cwd=tmp_path)
-    assert not problems
-    assert config["optim"]["schedule"]["min_lr_ratio"] == 0.5  # what is typed wins over a file
-    assert config["cluster"]["node_rank"] == 1
-    assert config["cluster"]["rdzv_endpoint"] == "a:1"
-    config, _ = gather(["recipe=old", "optim.schedule={final_ratio: 0.7}"], cwd=tmp_path)
-    assert config["optim"]["schedule"]["min_lr_ratio"] == 0.7
-
-
 @pytest.mark.parametrize(("name", "place"), [("sgd", 0), ("muon", 1)])
 def test_momentum_is_one_of_the_betas(name: str, place: int) -> None:
     plan = plan_from(["recipe=llm-tiny", f"optim.name={name}", "optim.momentum=0.5"])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.config.compose import gather
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError
 from colotrain.rundir import RunDir
@@ -53,36 +52,6 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     printed = capsys.readouterr()
     assert code in (0, 3), printed.err
     return json.loads(printed.out)
-
-
-def test_old_spellings_are_taken_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    now = resolve_config([*SEVEN, "hardware=a100-80g"], here=False)
-    before = resolve_config([*SEVEN, "cluster=a100-80g"], here=False)
-    assert before.plan.cluster == now.plan.cluster
-    assert (now.plan.cluster.device, now.plan.world_size) == ("cuda", 8)
-    assert now.plan.time.step_s > 0
-    assert now.notices == ()
-    assert before.notices == ("cluster=a100-80g is hardware=a100-80g now, and was taken for it",)
-    write("conf/cluster/old.yaml", "defaults: [h100, _self_]\nnodes: 3\n")
-    write("recipes/old.yaml", "defaults: [llm-tiny, _self_]\ncluster: old\n")
-    notices: list[str] = []
-    config, problems = gather(["recipe=old"], notices=notices)
-    assert (problems, config["hardware"]["name"], config["cluster"]["nodes"]) == (
-        [],
-        "NVIDIA H100 80 GB SXM",
-        3,
-    )
-    assert notices == ["cluster: h100 (in conf/cluster/old.yaml) is hardware: h100 now"]
-
-
-def test_figures_in_the_section_that_they_were_in_before_count() -> None:
-    rates = "tflops: {fp32: 9}, memory_gb_per_s: 9, link_gb_per_s: 9, node_gb_per_s: 9"
-    text = f"memory: 10GiB\nprofile: {{name: mine, devices_per_node: 4, {rates}}}\n"
-    write("conf/cluster/mine.yaml", text)
-    resolved = resolve_config([*SEVEN, "cluster=mine"], here=False)
-    assert (resolved.plan.world_size, resolved.plan.cluster.memory_bytes) == (4, 10 << 30)
-    assert resolved.plan.time.step_s > 0
-    assert resolved.notices == ("cluster.profile is hardware now, and was taken for it",)
 
 
 def test_hardware_of_ones_own_needs_a_name_and_what_is_known_of_it() -> None:

@@ -17,7 +17,7 @@ from colotrain.cli.inspect_grads import print_table
 from colotrain.cli.main import guarded
 from colotrain.events.gradients import GradientRecord, ParameterGradient
 from colotrain.export.job import dtype_of_directory
-from colotrain.launch.server.process_titles import name_process
+from colotrain.launch.server.forkserver import name_process
 from colotrain.show.charts import scale_of
 from colotrain.show.formatting import shortened, shown_loss
 from colotrain.spec.plan import ModelPlan

@@ -13,8 +13,7 @@ from test_slow_ranks import pressed, steps
 from colotrain.events.fold import Fold
 from colotrain.events.machines import NodeLeft
 from colotrain.launch.membership import Membership, Round
-from colotrain.launch.node_registry import Leaving, Left, NotNeeded, RendezvousError
-from colotrain.launch.places import next_nodes
+from colotrain.launch.node_registry import Leaving, Left, NotNeeded, RendezvousError, next_nodes
 from colotrain.launch.slow_nodes import UNKNOWN, SlowNodes
 
 __all__ = ["launchers"]

@@ -14,7 +14,7 @@ from colotrain.config.compose import combinations
 from colotrain.errors import ConfigError, UsageError
 from colotrain.events import liveness
 from colotrain.rundir import RunDir
-from colotrain.runs.snapshot import take
+from colotrain.runs.submit import take
 from colotrain.runs.sweep import elements_of
 from colotrain.schedulers import slurm_queue as queue
 from colotrain.schedulers.job import JobState, Submitted

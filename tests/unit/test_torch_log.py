@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (whose handlers write to stderr)
 
-from colotrain.launch.torch_log import LOGGERS, torch_logs_to
+from colotrain.launch.agent import LOGGERS, torch_logs_to
 
 
 @pytest.mark.parametrize("name", [*LOGGERS, f"{LOGGERS[0]}.agent.server.api"])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.optimizers import (
@@ -18,7 +19,6 @@ from colotrain.engine.optim.optimizers import (
     needs_loops,
     to_checkpoint_layout,
 )
-from colotrain.engine.optim.own_optimizer import WholeNumbers, updating_in_place
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.parts.part_map import local_part, rows_of
@@ -394,3 +394,44 @@ def scale_(tensors: list[Tensor], factor: float) -> None:
     """Multiply all tensors in place, unless the factor is one."""
     if factor != 1.0 and tensors:
         multiply_(tensors, factor)
+
+
+NUMBERS = frozenset({Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__})
+"""Functions that make Python numbers of a tensor."""
+LOOKED_AT = 4096
+"""Elements of each shard that are compared before and after the first step."""
+VISIBLE = 1e-5
+"""Share of a value by which it certainly changes, in any precision."""
+
+
+class WholeNumbers(TorchFunctionMode):
+    """Makes Python numbers of whole tensors; torch makes them of this rank's part (collective)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in NUMBERS and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def updating_in_place(
+    name: str, shards: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, lr: float
+) -> Iterator[None]:
+    """Raise `ColotrainError` if no element of `shards` changes meanwhile though some should.
+
+    `p.data = ...` gives a parameter other memory, which is not that of the shard. `grads` are the
+    gradients by name, shaped like their shards.
+    """
+    before = {n: shards[n].detach().flatten()[:LOOKED_AT].clone() for n in grads}
+    yield
+    for n, value in before.items():
+        if not torch.equal(value, shards[n].detach().flatten()[:LOOKED_AT]):
+            return
+    for n, grad in grads.items():
+        update = lr * grad.flatten()[:LOOKED_AT].abs()
+        if bool((update > VISIBLE * (before[n].abs() + VISIBLE)).any()):
+            raise ColotrainError(
+                f"optim.name={name}: its first step changed no parameter",
+                "update parameters in place, as p.add_() and p.copy_() do: what is assigned to "
+                "p.data does not reach a sharded parameter",
+            )

@@ -7,6 +7,8 @@ launcher and the server, and exits when one of them does.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -25,7 +27,6 @@ from typing import Any
 
 from colotrain import host
 from colotrain.dotted import new_python
-from colotrain.launch.server.process_titles import name_process
 from colotrain.parent_process import die_with
 from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
 from colotrain.spec.exit_codes import signal_name
@@ -231,3 +232,21 @@ def work(module: str, rundir: str, launcher: int, copies: list[str], places: str
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+ARG_START, ARG_END = 45, 46
+"""Indices in /proc/self/stat after the process name: fields 48 and 49 in proc(5)."""
+
+
+def name_process(title: str) -> None:
+    """Replace this process's command line with `title`; only Linux supports this.
+
+    The title is cut to the command line's length, which is large in processes forked from a server.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        Path("/proc/self/comm").write_text(title[:15])
+        fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        start, room = int(fields[ARG_START]), int(fields[ARG_END]) - int(fields[ARG_START])
+        if start and room > 1:
+            text = title.encode("ascii", "replace")[: room - 1]
+            ctypes.memmove(start, text.ljust(room, b"\0"), room)
