@@ -31,12 +31,12 @@ from colotrain.data.prepare.tokens import prepare_all  # noqa: E402
 from colotrain.runs.resolving import resolve_config  # noqa: E402
 from colotrain.spec.plan import RunPlan  # noqa: E402
 from colotrain.spec.plugins import ROWS  # noqa: E402
-from colotrain.verify.building import build_plain  # noqa: E402
 from colotrain.verify.cases import Variant  # noqa: E402
 from colotrain.verify.compare import CaseResult, Tolerance, compare  # noqa: E402
 from colotrain.verify.reference import (  # noqa: E402  # noqa: E402
     Tensors,
     Trajectory,
+    build_plain,
     learning_rate_factor,
     names_without_decay,
     optimizer_of,

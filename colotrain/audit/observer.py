@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from colotrain.audit import model
 from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark, Sharding
-from colotrain.audit.reference import Taps
+from colotrain.audit.reference import Taps, packed, sketch
 from colotrain.audit.report import Report, rank, undivided
 from colotrain.audit.sites import Site, here
-from colotrain.audit.sketch import packed, sketch
 from colotrain.audit.window import Window, factors_of, number, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter

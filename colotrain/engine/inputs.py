@@ -15,9 +15,8 @@ from colotrain.data.read.loader import (
     planned_draw_seed,
     planned_order,
 )
-from colotrain.data.read.references import WithReferences
 from colotrain.data.read.samples import rest_of
-from colotrain.data.read.teacher import WithTeacher
+from colotrain.data.read.teacher import WithReferences, WithTeacher
 from colotrain.dotted import import_target
 from colotrain.engine.teacher import folder_of
 from colotrain.models.seeding import seeded

@@ -22,7 +22,7 @@ from torch import Tensor
 from colotrain.data.prepare.identity import identities
 from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import BatchLoader, stack
-from colotrain.data.read.references import WithReferences, wanted
+from colotrain.data.read.teacher import WithReferences, wanted
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import to_device
 from colotrain.engine.run_state import Run

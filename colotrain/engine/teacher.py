@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from colotrain.data.prepare.identity import identities
 from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import stack
-from colotrain.data.read.references import wanted
-from colotrain.data.read.teacher import WithTeacher
+from colotrain.data.read.teacher import WithTeacher, wanted
 from colotrain.engine import exchange
 from colotrain.engine.accumulation import to_device
 from colotrain.engine.references import is_to_stop

@@ -3,9 +3,10 @@
 Every node's launcher, node 0's own included, keeps one TCP connection to the head and reports every
 second in lines of JSON; the answer is the state of the rendezvous. The head measures silence by its
 own clock, so clocks may differ; time in which the head itself was suspended (by SLURM) does not
-count as silence. A round is one attempt: the nodes in it, in the order of their ranks. Nodes for which a round has no place are spare: they wait until one is free. A
-node and the head prove to one another that they see the run's folder by a secret stored there,
-which also keeps strangers out (`connections`).
+count as silence. A round is one attempt: the nodes in it, in the order of their ranks. Nodes for
+which a round has no place are spare: they wait until one is free. A node and the head prove to one
+another that they see the run's folder by a secret stored there, which also keeps strangers out
+(`connections`).
 """
 
 from __future__ import annotations

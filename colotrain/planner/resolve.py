@@ -55,7 +55,7 @@ from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch, endless_evaluation, no_best, tokens_per_count
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan
-from colotrain.spec.observing import ObservePlan
+from colotrain.spec.observing import ObservePlan, TextSamplesPlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
     BatchPlan,
@@ -70,7 +70,6 @@ from colotrain.spec.plan import (
     TrainPlan,
 )
 from colotrain.spec.survey import LossStudy, Survey
-from colotrain.spec.text_samples import TextSamplesPlan
 
 
 def resolve(

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from colotrain.spec.text_samples import TextSamplesPlan
-
 Notified = Literal["finished", "failed", "stopped", "restarted"]
 NOTIFIED: tuple[Notified, ...] = get_args(Notified)
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
@@ -58,3 +56,12 @@ def unset_variables(text: str, environment: Mapping[str, str] = os.environ) -> l
 def with_variables(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return `text` with the values of the environment variables that it refers to."""
     return VARIABLE.sub(lambda found: environment[found[1]], text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSamplesPlan:
+    prompts: tuple[str, ...]
+    max_tokens: int
+    """Tokens that each prompt is continued by, unless the separator of documents ends it."""
+    every: int
+    """Evaluations from one set of samples to the next."""

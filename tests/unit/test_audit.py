@@ -14,8 +14,8 @@ from colotrain.audit.command import START, environment, hidden_python
 from colotrain.audit.evidence import Evidence, RankEvidence
 from colotrain.audit.ratios import mean, ratio, unpacked
 from colotrain.audit.records import EngineInfo, ObservedProcess, ObservedStep
+from colotrain.audit.reference import packed, sketch
 from colotrain.audit.sites import Site
-from colotrain.audit.sketch import packed, sketch
 from colotrain.audit.verdicts import CHECKS
 from colotrain.audit.window import factors_of, note_factor, product
 from colotrain.cli.audit import exit_code_of

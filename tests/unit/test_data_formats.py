@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colotrain.data.prepare import pool, records, tokenising
+from colotrain.data.prepare import records, tokenising
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.sources import find_sources
 from colotrain.data.prepare.tokens import decode, prepare, prepare_shards
@@ -226,7 +226,7 @@ def nothing() -> None: ...
 
 
 def test_a_process_that_dies_is_an_error_with_a_way_out() -> None:
-    found = pool.in_order(die, range(9), workers=2, begin=nothing, args=())
+    found = tokenising.in_order(die, range(9), workers=2, begin=nothing, args=())
     with pytest.raises(ColotrainError, match=r"data\.workers=1"):
         list(found)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LONGEST = 400  # lines
 
 
 def names(text: str) -> frozenset[str]:
@@ -219,12 +218,6 @@ def test_a_breach_is_found(module: str, text: str, breach: str) -> None:
 def test_an_import_that_is_deferred_is_not_a_breach() -> None:
     text = "if TYPE_CHECKING:\n  import torch\ndef f():\n  import torch"
     assert [item.inside for item in imports(ast.parse(text), module="m")] == [True, True]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_can_be_read_in_one_sitting(module: str) -> None:
-    lines = len(MODULES[module].read_text("utf-8").splitlines())
-    assert lines <= LONGEST, f"{module} has {lines} lines, more than {LONGEST}: split it by subject"
 
 
 def test_no_modules_import_one_another() -> None:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
 from colotrain.data.prepare import corpora, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
-from colotrain.data.prepare.encoding import Document, encode_documents
-from colotrain.data.prepare.pool import default_workers, in_order
-from colotrain.data.prepare.prepared import Note, beside, merge_notes, write_metadata
+from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, merge_notes, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
 from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
-from colotrain.errors import ConfigError, Problem
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.parent_process import die_with
 from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
@@ -305,3 +312,193 @@ def _bad_records(bad: Sequence[tuple[str, str]]) -> ConfigError:
             for place, why in bad[:BAD_SHOWN]
         ]
     )
+
+
+Document = tuple[str, Rendered | TokenRow]
+"""`FILE:LINE` of a record, and the record."""
+Tokens = np.ndarray[Any, Any]
+Targets = np.ndarray[Any, Any]
+"""1 for every token that counts in the loss, else 0."""
+SPANS_BEGINNING = (
+    "a token spans the beginning of an answer and counts as the answer's: after the prompt alone "
+    "the model sees other tokens (let prompts end before a space, not after it)"
+)
+SPANS_END = "a token spans the end of an answer, and is trained on"
+BEGINS_TWICE = (
+    "the text begins with the token that the tokenizer puts before every text: it stands there "
+    "twice, as in transformers (remove it from the text)"
+)
+
+
+def encode_documents(
+    documents: Sequence[Document], encoder: Encoder, notes: list[Note], *, pairs: bool
+) -> list[tuple[Tokens, Targets]]:
+    """Tokens and targets of documents; appends to `notes`.
+
+    `pairs`: whether each two of them are the answers of a preference pair.
+    """
+    texts = [found for _, found in documents if isinstance(found, Rendered)]
+    plain = iter(encoder.encode([r.text for r in texts if r.answers is None]))
+    marked = iter(encoder.encode_with_offsets([r.text for r in texts if r.answers is not None]))
+    prompts = iter(encoder.encode([p for r in texts if (p := _prompt_of(r)) is not None]))
+    dtype = np.dtype(NUMPY_DTYPES[encoder.dtype])
+    rows: list[tuple[Tokens, Targets]] = []
+    for place, found in documents:
+        if isinstance(found, TokenRow):
+            rows.append((found.ids.astype(dtype), found.targets.astype(np.uint8)))
+            continue
+        ids, offsets = (next(plain), None) if found.answers is None else next(marked)
+        row = np.asarray(ids, dtype=dtype)
+        wanted, unusual = np.ones(len(row), np.uint8), dict[str, None]()
+        if found.answers is not None:
+            wanted = _targets_of(offsets, found.answers, unusual)
+        if _prompt_of(found) is not None:
+            _begin_answer_(wanted, row, np.asarray(next(prompts), dtype=dtype), unusual)
+        if found.ends:
+            before = encoder.frame.before
+            if before and row[:1].tolist() == [before[-1]]:
+                unusual[BEGINS_TWICE] = None
+            row, wanted = _as_document(row, wanted, encoder, is_prompt=found.answers is not None)
+        notes += [Note(text=text, count=1, first=place) for text in unusual]
+        if len(row) or pairs:
+            rows.append((row, wanted))
+    if pairs:
+        _begin_together_(rows)
+    return rows
+
+
+def _as_document(
+    row: Tokens, wanted: Targets, encoder: Encoder, *, is_prompt: bool
+) -> tuple[Tokens, Targets]:
+    """A text's tokens with what the tokenizer adds to a text, and the separator.
+
+    The beginning is not trained on where it is a prompt's; the end always is.
+    """
+    before = encoder.frame.before
+    after = encoder.end_after(int(row[-1]) if len(row) else None)
+    framed = np.concatenate([np.asarray(part, row.dtype) for part in (before, row, after)])
+    begin = np.full(len(before), 0 if is_prompt else 1, np.uint8)
+    return framed, np.concatenate([begin, wanted, np.ones(len(after), np.uint8)])
+
+
+def _prompt_of(text: Rendered) -> str | None:
+    """The prompt of a text that is prompt and completion, None of others."""
+    if text.ends and text.answers is not None and len(text.answers) == 1:
+        return text.text[: text.answers[0][0]]
+    return None
+
+
+def _targets_of(
+    offsets: Any, answers: Sequence[tuple[int, int]], unusual: dict[str, None]
+) -> Targets:
+    """1 for every token with text of an answer, else 0."""
+    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    starts, ends = places[:, 0], places[:, 1]
+    found = np.zeros(len(places), np.uint8)
+    for start, stop in answers:
+        first, after = np.searchsorted(ends, start, "right"), np.searchsorted(starts, stop, "left")
+        found[first:after] = 1
+        if first < after and starts[first] < start:
+            unusual[SPANS_BEGINNING] = None
+        if first < after and ends[after - 1] > stop:
+            unusual[SPANS_END] = None
+    return found
+
+
+def _begin_answer_(wanted: Targets, row: Tokens, prompt: Tokens, unusual: dict[str, None]) -> None:
+    """Let the answer begin where the prompt's own tokens end to be those of the whole, as TRL does.
+
+    Tokens may change before the answer: of "\\n\\n" alone GPT-2 makes one token, before a word two.
+    """
+    shared = min(len(row), len(prompt))
+    differs = np.flatnonzero(row[:shared] != prompt[:shared])
+    begin = int(differs[0]) if len(differs) else shared
+    if begin < len(prompt):
+        unusual[SPANS_BEGINNING] = None
+        wanted[begin:] = 1
+
+
+def _begin_together_(rows: list[tuple[Tokens, Targets]]) -> None:
+    """Let both answers of a pair begin at the same token, the first at which one of them does."""
+    for (_, chosen), (_, rejected) in zip(rows[::2], rows[1::2], strict=True):
+        begins = [int(np.argmax(wanted)) for wanted in (chosen, rejected) if wanted.any()]
+        for wanted in (chosen, rejected):
+            if begins and wanted.any():
+                wanted[min(begins) : int(np.argmax(wanted))] = 1
+
+
+MOST_WORKERS = 16
+AHEAD = 2
+"""Pieces of work per process that are in progress at once, which bounds memory."""
+
+_MAIN_NAMES = ("__spec__", "__file__")
+"""Attributes with which multiprocessing finds the main module."""
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+
+def default_workers() -> int:
+    """Number of processes: one per core that this process may use, at most `MOST_WORKERS`."""
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))
+
+
+def in_order(
+    function: Callable[[Work], Result],
+    stream: Iterable[Work],
+    *,
+    workers: int,
+    begin: Callable[..., None],
+    args: tuple[Any, ...],
+) -> Iterator[Result]:
+    """Results of `function` for each piece of `stream`, in order, from `workers` processes.
+
+    `begin(*args)` is called first in each process. With one worker, or for a stream of one or two
+    pieces, everything runs in this process. The processes end with this one, however it ends.
+    """
+    stream = iter(stream)
+    first = list(islice(stream, 3))
+    if workers <= 1 or len(first) < 3:
+        begin(*args)
+        yield from map(function, chain(first, stream))  # lazily
+        return
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), begin, args)
+    )
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for piece in chain(first, stream):
+            if len(waiting) >= AHEAD * workers:
+                yield waiting.popleft().result()
+            with _main_hidden():  # processes are started when there is work for them
+                waiting.append(pool.submit(function, piece))
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        problem = "a process that tokenizes was killed, or could not start"
+        raise ColotrainError(problem, "is memory short? try data.workers=1") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep processes that are started inside from loading this one's main module.
+
+    They need nothing of it, and it may be a script without a guard, a notebook or stdin.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in _MAIN_NAMES if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+def _begin(parent: int, begin: Callable[..., None], args: tuple[Any, ...]) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
+    begin(*args)

@@ -8,8 +8,9 @@ module has to know. Pages are read before they are used, then written back and d
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,17 +19,36 @@ from torch import Tensor
 
 from colotrain import module_tree
 from colotrain.engine.gradients.gradients import norms
+from colotrain.engine.offload.blocks import Block, Window, allocate
 from colotrain.engine.offload.disk import ALIGNMENT, DiskStore, return_free_memory, whole_pages
-from colotrain.engine.offload.gradient_copies import GradientCopies
-from colotrain.engine.offload.group_storage import GroupStorage
-from colotrain.engine.offload.policy import PlacementPolicy
+from colotrain.engine.offload.group_storage import GroupStorage, take
 from colotrain.engine.offload.transfers import GatherPrefetch, Transfers
-from colotrain.engine.sharding.fsdp_internals import local_of, reduce_below
+from colotrain.engine.probes import held_now, memory_now, reset_peak
+from colotrain.engine.sharding.fsdp_internals import (
+    ReducedOnDevice,
+    as_strided_in,
+    hooks_after_accumulation,
+    local_of,
+    reduce_below,
+)
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.shm.shared_parameters import SharedParameters
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import TierBytes
 from colotrain.rundir import RunDir
-from colotrain.spec.offload import GroupBytes, Kind, NonModelBytes, Placement
+from colotrain.spec.offload import (
+    MARGIN,
+    GroupBytes,
+    Kind,
+    NonModelBytes,
+    Placement,
+    Tier,
+    bytes_by_tier,
+    lower_of,
+    moved_bytes,
+    place,
+    with_parameters_of,
+)
 from colotrain.spec.plan import RunPlan
 
 TENSORS_OF_STATE = 3
@@ -260,3 +280,180 @@ class Tiers:
         for name in names:
             for storage in self.storages:
                 storage.offloaded_state.pop(name, None)
+
+
+class PlacementPolicy:
+    """The placement of all groups, the same on all ranks, and when to decide it anew."""
+
+    def __init__(self, plan: RunPlan, sizes: list[GroupBytes], estimate: NonModelBytes) -> None:
+        assert plan.plugin.budget is not None
+        self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
+        self.device = plan.cluster.device
+        self.top: Tier = "host" if self.device == "cpu" else "device"
+        self.non_model = estimate
+        self.placement = self._place()
+        self.measured, self.cannot_offload_more = False, False
+        self.over_limit = self.freed_at_begin = True
+
+    def _place(self) -> Placement:
+        return place(self.sizes, self.budget, self.non_model, device=self.device)
+
+    def offloads(self, index: int) -> bool:
+        """Whether a group's parameters start below the device. On CPU they never do."""
+        return self.device != "cpu" and self.placement.groups[index].parameters != self.top
+
+    @property
+    def _limit(self) -> int:
+        return self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
+
+    def begin_step(self) -> None:
+        """Start measuring memory. Freed memory is kept while all fits: new pages cost time."""
+        self.freed_at_begin = self.over_limit or self.placement.streams or held_now() > self._limit
+        if self.freed_at_begin:
+            return_free_memory()
+        reset_peak()
+
+    def exceeds_budget(self) -> bool:
+        """Whether this rank used more than its budget, not counting freed memory that it kept."""
+        if self.cannot_offload_more:
+            return False
+        self.over_limit = not self.measured or memory_now()[1] > self._limit
+        return self.over_limit and self.freed_at_begin
+
+    def measure(self, *, has_state: bool, gather_bytes: Callable[[Placement], int]) -> Placement:
+        """Return the placement for what the last step needed; all ranks must call, then `adopt`.
+
+        The first call may move anything up or down, later calls only down. `has_state` tells
+        whether the optimizer has made its state, `gather_bytes` what a placement needs in addition
+        to gather parameters that ranks share now.
+        """
+        now, peak = held_now(), memory_now()[1]
+        model = self._resident(has_state=has_state)
+        mine = torch.tensor([peak - model, now - model], dtype=torch.int64, device=self.device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
+        self.non_model = NonModelBytes(compute=compute, update=update)
+        if more := gather_bytes(self._place()):
+            self.non_model = NonModelBytes(compute=compute + more, update=update)
+        wanted = self._place()
+        if self.measured:
+            wanted = lower_of(wanted, self.placement)
+        if self.device != "cpu":  # `fully_shard` must know from the start where parameters are
+            wanted = with_parameters_of(wanted, self.placement)
+        return wanted
+
+    def adopt(self, wanted: Placement) -> bool:
+        """Use `wanted` from now on; returns whether it differs from the placement before."""
+        changed = wanted.groups != self.placement.groups
+        self.cannot_offload_more = self.measured and not changed
+        self.placement, self.measured = wanted, True
+        return changed
+
+    def _resident(self, *, has_state: bool) -> int:
+        """Return the bytes of parameters, gradients and optimizer state now in the top tier."""
+        kinds = bytes_by_tier(self.sizes, self.placement)
+        if not has_state:
+            del kinds["optimizer"]
+        return sum(tiers.get(self.top, 0) for tiers in kinds.values())
+
+    def describe(self, step: int) -> TierBytes:
+        """Return where the bytes of this rank are after `step`."""
+        num = self.plan.batch.accumulation_steps
+        budget = {k: v for k, v in asdict(self.budget).items() if k.endswith("_bytes")}
+        return TierBytes(
+            step=step,
+            bytes=bytes_by_tier(self.sizes, self.placement),
+            need={str(tier): need for tier, need in self.placement.need.items()},
+            other=asdict(self.non_model),
+            moved_bytes=moved_bytes(self.sizes, self.placement, micro_batches=num),
+            fits=self.placement.fits,
+            budget=budget,
+        )
+
+
+class GradientCopies:
+    """The copies of one group's sharded gradients."""
+
+    def __init__(
+        self,
+        storage: GroupStorage,
+        transfers: Transfers,
+        store: DiskStore | None,
+        norms_of: dict[str, Tensor],
+    ) -> None:
+        self.storage, self.transfers, self.store = storage, transfers, store
+        self.norms = norms_of
+        self.names = {id(param): name for name, param in storage.names.items()}
+        self.block: Block | None = None
+        self.copied: torch.cuda.Event | None = None
+        """Event after the last copy to the block."""
+        self.adds = False
+        """Whether earlier micro-batches' gradients are being added to."""
+
+    @property
+    def window(self) -> Window:
+        return self.transfers.gradient_window
+
+    def bring_up(self, params: Sequence[Any], reducing: Any) -> list[ReducedOnDevice]:
+        """Return stand-ins for `params`, with the gradients so far for the stream `reducing`."""
+        self.adds = params[0].sharded_param.grad is not None
+        if not self.adds:
+            return [ReducedOnDevice(param, None) for param in params]
+        assert self.block is not None
+        assert self.transfers.up is not None
+        if self.copied is not None:
+            self.transfers.up.wait_event(self.copied)
+        with torch.cuda.stream(self.transfers.up):
+            flat = self.window.to_device(self.block).view(self.block.dtypes[0])
+        reducing.wait_stream(self.transfers.up)
+        grads = [local_of(param.sharded_param.grad) for param in params]
+        return [
+            ReducedOnDevice(param, as_strided_in(flat, grad))
+            for param, grad in zip(params, grads, strict=True)
+        ]
+
+    def put_down(self, reduced: Sequence[ReducedOnDevice], reducing: Any) -> None:
+        """Copy what was reduced to the block, once the stream `reducing` has done it."""
+        grads = [local_of(each.sharded_param.grad) for each in reduced]
+        flat = _whole_storage(grads[0])
+        assert all(g.untyped_storage().data_ptr() == flat.data_ptr() for g in grads if g.numel())
+        if self.block is None or self.block.sizes != [len(flat)]:
+            self.block = self._allocate(flat)
+        down = self.transfers.down
+        assert down is not None
+        down.wait_stream(reducing)
+        with torch.cuda.stream(down):
+            self._measure(reduced, grads)
+            self.window.to_host(self.block, flat.view(torch.uint8))
+            self.copied = down.record_event()
+        if self.adds:
+            self.transfers.keep_while_leaving(flat)
+        else:  # it is memory of the reducing stream
+            reducing.wait_stream(down)
+        (whole,) = self.block.views()
+        for each, grad in zip(reduced, grads, strict=True):
+            leaf = each.param.sharded_param
+            leaf.grad = each.param.to_sharded_dtensor(as_strided_in(whole, grad))
+            if hooks := hooks_after_accumulation(leaf):
+                self.transfers.wait_for_gradients()  # a user's hook may read it
+                for hook in hooks:
+                    hook(leaf)
+
+    def _allocate(self, flat: Tensor) -> Block:
+        sizes, dtypes, region = [len(flat)], [flat.dtype], None
+        if self.storage.parameters == "disk":
+            region = take(self.store, sizes, dtypes)
+            self.storage.regions["gradients"] = [region]
+        return allocate(sizes, dtypes, region)
+
+    def _measure(self, reduced: Sequence[ReducedOnDevice], grads: Sequence[Tensor]) -> None:
+        """Note the norms while the gradients are on the GPU."""
+        names = [self.names[id(each.param)] for each in reduced]
+        here = [(n, grad) for n, grad in zip(names, grads, strict=True) if grad.numel()]
+        self.norms.update(zip((n for n, _ in here), norms([g for _, g in here]), strict=True))
+
+
+def _whole_storage(part: Tensor) -> Tensor:
+    """Return all elements of the storage of `part`."""
+    numel = part.untyped_storage().nbytes() // part.itemsize
+    return part.as_strided((numel,), (1,), 0)
