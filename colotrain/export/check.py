@@ -75,13 +75,15 @@ class _Question:
     notes: list[str]
 
 
-def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dict[str, Any]:
+def check(
+    rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, *, repeat: str
+) -> dict[str, Any]:
     """Check an exported directory against its run, and write `receipt.json` into it.
 
-    `repeat` is the command that does so again. Raises `UsageError` for a directory that is no
-    export, or cannot be checked.
+    `plan` is the run's, as it was checked. `repeat` is the command that does so again. Raises
+    `UsageError` for a directory that is no export, or cannot be checked.
     """
-    plan, kind = rundir.plan(), kind_of(folder)
+    kind = kind_of(folder)
     _refuse(plan, kind)
     question = _ask(rundir, plan, checkpoint, folder, kind)
     answer, outputs = read_apart(question.request, question.tensors)
@@ -111,7 +113,7 @@ def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dic
             "meaning": "logsumexp and the first 8 logits after the last token",
         },
         "data": read_manifest(checkpoint).sources,
-        "code": code_of(rundir, plan),
+        "code": code_of(plan),
         "read_with": answer["versions"],
         "files": exported or ({} if problems else digests(folder)),
         "repeat": repeat,

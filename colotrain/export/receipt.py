@@ -12,7 +12,7 @@ from typing import Any
 from colotrain.errors import Problem, UsageError, fix_of
 from colotrain.export.job import OWN_CONFIG, call_of
 from colotrain.records import read
-from colotrain.rundir import RunDir, open_inside, read_json, read_text
+from colotrain.rundir import open_inside, read_json
 from colotrain.spec.plan import RunPlan
 
 RECEIPT = "receipt.json"
@@ -91,7 +91,7 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def code_of(rundir: RunDir, plan: RunPlan) -> dict[str, Any]:
+def code_of(plan: RunPlan) -> dict[str, Any]:
     """Identity of the code: colotrain's version, the plan, and files of the user's functions."""
     named = (plan.model.target, plan.model.loss, plan.data.target, plan.data.collate)
     files = {}
@@ -99,7 +99,5 @@ def code_of(rundir: RunDir, plan: RunPlan) -> dict[str, Any]:
         spec = importlib.util.find_spec(dotted.partition(":")[0])
         if spec is not None and spec.origin and Path(spec.origin).is_file():
             files[dotted] = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-    text = read_text(rundir.plan_file, rundir.open)
-    plan_digest = hashlib.sha256(text.encode()).hexdigest()
     version = metadata.version("colotrain")
-    return {"colotrain": version, "plan_sha256": plan_digest, "functions_sha256": files}
+    return {"colotrain": version, "plan_sha256": plan.digest, "functions_sha256": files}

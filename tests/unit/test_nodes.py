@@ -112,6 +112,7 @@ class Launchers:
             max_nodes=max_nodes,
             expected_nodes=expected_nodes,
             open_store=self.open_store,
+            plan_digest="digest",
             spare_nodes=spare_nodes,
         )
         return self.registry
