@@ -83,11 +83,11 @@ def check(
     `plan` is the run's, as it was checked. `repeat` is the command that does so again. Raises
     `UsageError` for a directory that is no export, or cannot be checked.
     """
-    kind = kind_of(folder)
+    problems, kind = changed_files(folder), kind_of(folder)
     _refuse(plan, kind)
     question = _ask(rundir, plan, checkpoint, folder, kind)
     answer, outputs = read_apart(question.request, question.tensors)
-    problems = [*changed_files(folder), *changed_call(folder, plan, kind), *answer["problems"]]
+    problems += [*changed_call(folder, plan, kind), *answer["problems"]]
     exported = exported_files(folder)
     precise = question.request["dtype"] in ("float32", "float64")
     computed = plan.train.precision in ("fp32", "fp64")
@@ -129,7 +129,7 @@ def recheck(folder: Path) -> dict[str, Any]:
     the receipt with what was found; nothing is written.
     """
     receipt = read_receipt(folder)
-    problems = changed_files(folder)
+    problems = changed_files(folder, alone=True)
     request = _request(folder, str(receipt["format"]), probe=receipt["probe"]["input_ids"])
     if receipt["probe"]["input_ids"] and receipt["format"] != "own":
         answer, _ = read_apart(request, {})

@@ -370,7 +370,8 @@ class RunPlan:
         return self.plugin.arrange(self.mesh, world=self.world_size)
 
     def to_json(self) -> str:
-        return json.dumps(to_plain(self), indent=2) + "\n"
+        """Return the content of `plan.json`, the same for equal plans (1 of a float is 1.0)."""
+        return json.dumps(to_plain(from_plain(RunPlan, to_plain(self))), indent=2) + "\n"
 
     @property
     def digest(self) -> str:
