@@ -168,4 +168,4 @@ def test_resume_with_settings_composes_the_configuration_that_it_checked(
     rundir.config_file.write_text(signed.replace("tests.dist.difficult:make", "os:system"))
     monkeypatch.setattr(trust, "read_config", then_restored)
     assert guarded(["resume", "mine", "train.max_steps=3"]) == 2
-    assert "model.target=os:system" in capsys.readouterr().err
+    assert "was not written by you" in capsys.readouterr().err
