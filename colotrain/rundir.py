@@ -107,9 +107,6 @@ class RunDir:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
 
-    def __repr__(self) -> str:
-        return f"RunDir({str(self.path)!r})"
-
     @property
     def argument(self) -> str:
         """Word of a shell by which a command in the current folder finds the run."""
@@ -240,13 +237,14 @@ class RunDir:
             os.replace(self.plan_file, self.path / f"plan-{number}.json")
         self.write(self.plan_file, text)
 
-    def plan(self) -> RunPlan:
+    def plan(self, digest: str | None = None) -> RunPlan:
+        """Return the plan; `UsageError` unless it has the `digest` of the one that was checked."""
         try:
             text = read_text(self.plan_file, self.open)
         except (OSError, UnicodeDecodeError) as error:
             fix = fix_of(error, "give a run directory that has a plan.json")
             raise ColotrainError(f"{self.plan_file}: cannot be read ({error})", fix) from error
-        return RunPlan.from_json(text)
+        return RunPlan.from_json(text, digest=digest, file=self.plan_file)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.write(self.summary_file, json.dumps(summary, indent=2) + "\n")

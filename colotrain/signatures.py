@@ -6,17 +6,21 @@ what somebody else wrote, or changed, has none.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from colotrain.rundir import RunDir, read_json
+from colotrain.errors import one_line
+from colotrain.rundir import RunDir, open_inside, read_json
 
 KEY_BYTES = 32
 
@@ -70,14 +74,30 @@ def _key(*, make: bool) -> bytes:
         with suppress(FileExistsError):  # another process created one meanwhile
             os.link(temporary, path)
         temporary.unlink()
-    with path.open("rb") as file:
-        about = os.fstat(file.fileno())
-        if about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{path}: others can read or write it")
-        key = file.read()
-    if len(key) != KEY_BYTES:
-        raise PermissionError(f"{path}: is no key")
+    try:
+        return _read_key(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        _warn(f"{path}: {error.strerror}, so it is not used; move it away, and a new one is made")
+        raise
+
+
+def _read_key(path: Path) -> bytes:
+    with open(path, "rb", opener=partial(open_inside, path.parent)) as file:
+        about, key = os.fstat(file.fileno()), file.read(KEY_BYTES + 1)
+    problem = "is no key" if len(key) != KEY_BYTES else ""
+    problem = "others can read or write it" if about.st_mode & 0o077 else problem
+    problem = "belongs to another user" if about.st_uid != os.geteuid() else problem
+    if problem:
+        raise PermissionError(errno.EPERM, problem, str(path))
     return key
+
+
+@cache
+def _warn(text: str) -> None:
+    """Print a warning once: each command looks at many signatures."""
+    print(one_line(f"warning: {text}"), file=sys.stderr)
 
 
 def key_file() -> Path:

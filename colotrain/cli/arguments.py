@@ -32,6 +32,8 @@ TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run code that is named in a run directory of another user."),
 ]
+TrustPlan = Annotated[str | None, typer.Option("--trust-plan", metavar="SHA256", hidden=True)]
+"""Digest of the plan that a command has checked, which it gives to what it starts."""
 Run = Annotated[
     str | None,
     typer.Argument(

@@ -16,6 +16,7 @@ from colotrain.runs.fetching import PLANS, fetch_if_address
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.progress import preparation
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
+from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_size
 
 if TYPE_CHECKING:
@@ -58,12 +59,13 @@ def export(
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
     read = CHECKED if check else ("model", "data.tokenizer", "data.chat_template")
-    trust.check(rundir, rundir.plan(), trusted=trust_code, only=read)
+    plan = rundir.plan()
+    trust.check(rundir, plan, trusted=trust_code, only=read)
     from colotrain.export.job import Choice
     from colotrain.export.write import export as write
 
     if check and Path(to).is_dir() and any(Path(to).iterdir()):
-        return _check(rundir, Path(to), step=step, as_json=as_json, done=None)
+        return _check(rundir, plan, Path(to), step=step, as_json=as_json, done=None)
 
     choice = Choice(
         step=step,
@@ -73,11 +75,11 @@ def export(
         shard_bytes=shard_bytes,
     )
     with preparation(stderr_console()) as progress:
-        done = write(rundir, Path(to), choice, progress=progress)
+        done = write(rundir, plan, Path(to), choice, progress=progress)
     if not as_json:
         _show(done)
     if check:
-        return _check(rundir, Path(to), step=done.step, as_json=as_json, done=done)
+        return _check(rundir, plan, Path(to), step=done.step, as_json=as_json, done=done)
     if as_json:
         print_json(asdict(done))
     return DONE
@@ -93,13 +95,20 @@ def recheck(folder: Path, *, as_json: bool, trust_code: bool) -> int:
     if (path / "plan.json").is_file():
         rundir, step = RunDir(path), int(receipt["run"]["step"])
         rundir.check_files()
-        trust.check(rundir, rundir.plan(), trusted=trust_code, only=CHECKED)
-        return _check(rundir, folder, step=step, as_json=as_json, done=None)
+        plan = rundir.plan()
+        trust.check(rundir, plan, trusted=trust_code, only=CHECKED)
+        return _check(rundir, plan, folder, step=step, as_json=as_json, done=None)
     return _report(read_again(folder), folder, as_json=as_json, done=None)
 
 
 def _check(
-    rundir: RunDir, folder: Path, *, step: int | None, as_json: bool, done: Exported | None
+    rundir: RunDir,
+    plan: RunPlan,
+    folder: Path,
+    *,
+    step: int | None,
+    as_json: bool,
+    done: Exported | None,
 ) -> int:
     from colotrain.export.check import RECEIPT, check, read_receipt
     from colotrain.export.source import choose
@@ -108,9 +117,8 @@ def _check(
         step = int(read_receipt(folder)["run"]["step"])
     checkpoint = choose(rundir, step)
     repeat = shlex.join(["colotrain", "export", str(folder), "--check"])
-    return _report(
-        check(rundir, checkpoint, folder, repeat=repeat), folder, as_json=as_json, done=done
-    )
+    receipt = check(rundir, plan, checkpoint, folder, repeat=repeat)
+    return _report(receipt, folder, as_json=as_json, done=done)
 
 
 def _report(receipt: dict[str, Any], folder: Path, *, as_json: bool, done: Exported | None) -> int:

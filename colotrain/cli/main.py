@@ -23,6 +23,7 @@ from colotrain.cli.arguments import (
     Smoke,
     Sweep,
     TrustCode,
+    TrustPlan,
     refuse,
     written_to,
 )
@@ -180,14 +181,17 @@ def resume(
     as_json: Json = False,
     force: Force = False,
     trust_code: TrustCode = False,
+    trust_plan: TrustPlan = None,
 ) -> int:
     """Continue a run from its newest checkpoint."""
     from colotrain.runs.start import resume as go_on
 
+    words = overrides or []
     if name is not None and ("=" in name or name.startswith(("~", "+"))):
-        overrides = [name, *(overrides or [])]
-        name = None
-    return go_on(name, overrides or [], as_json=as_json, force=force, trust_code=trust_code)
+        words, name = [name, *words], None
+    return go_on(
+        name, words, as_json=as_json, force=force, trust_code=trust_code, digest=trust_plan
+    )
 
 
 @app.command()

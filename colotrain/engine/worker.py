@@ -62,11 +62,14 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
 
 
-def main(path: str) -> int:
-    """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
+def main(path: str, digest: str) -> int:
+    """Train the run in `path` as the rank that torchrun's variables name; returns the exit code.
+
+    `digest` is that of the run's plan.
+    """
     stop = StopRequest(rundir := RunDir(path))
     nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    plan = resize(rundir.plan(), nodes)
+    plan = resize(rundir.plan(digest), nodes)
     rank = int(os.environ["RANK"])
     heartbeat = HeartbeatWriter(
         rundir.heartbeat_file(rank),

@@ -75,17 +75,19 @@ class _Question:
     notes: list[str]
 
 
-def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dict[str, Any]:
+def check(
+    rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, *, repeat: str
+) -> dict[str, Any]:
     """Check an exported directory against its run, and write `receipt.json` into it.
 
-    `repeat` is the command that does so again. Raises `UsageError` for a directory that is no
-    export, or cannot be checked.
+    `plan` is the run's, as it was checked. `repeat` is the command that does so again. Raises
+    `UsageError` for a directory that is no export, or cannot be checked.
     """
-    plan, kind = rundir.plan(), kind_of(folder)
+    problems, kind = changed_files(folder), kind_of(folder)
     _refuse(plan, kind)
     question = _ask(rundir, plan, checkpoint, folder, kind)
     answer, outputs = read_apart(question.request, question.tensors)
-    problems = [*changed_files(folder), *changed_call(folder, plan, kind), *answer["problems"]]
+    problems += [*changed_call(folder, plan, kind), *answer["problems"]]
     exported = exported_files(folder)
     precise = question.request["dtype"] in ("float32", "float64")
     computed = plan.train.precision in ("fp32", "fp64")
@@ -111,7 +113,7 @@ def check(rundir: RunDir, checkpoint: Path, folder: Path, *, repeat: str) -> dic
             "meaning": "logsumexp and the first 8 logits after the last token",
         },
         "data": read_manifest(checkpoint).sources,
-        "code": code_of(rundir, plan),
+        "code": code_of(plan),
         "read_with": answer["versions"],
         "files": exported or ({} if problems else digests(folder)),
         "repeat": repeat,
@@ -127,7 +129,7 @@ def recheck(folder: Path) -> dict[str, Any]:
     the receipt with what was found; nothing is written.
     """
     receipt = read_receipt(folder)
-    problems = changed_files(folder)
+    problems = changed_files(folder, alone=True)
     request = _request(folder, str(receipt["format"]), probe=receipt["probe"]["input_ids"])
     if receipt["probe"]["input_ids"] and receipt["format"] != "own":
         answer, _ = read_apart(request, {})

@@ -9,10 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from colotrain.errors import Problem, UsageError, fix_of
+from colotrain.errors import Problem, UsageError, fix_of, shortened
 from colotrain.export.job import OWN_CONFIG, call_of
 from colotrain.records import read
-from colotrain.rundir import RunDir, open_inside, read_json, read_text
+from colotrain.rundir import open_inside, read_json
 from colotrain.spec.plan import RunPlan
 
 RECEIPT = "receipt.json"
@@ -57,9 +57,19 @@ def exported_files(folder: Path) -> dict[str, str]:
     return dict(read_receipt(folder)["files"]) if (folder / RECEIPT).is_file() else {}
 
 
-def changed_files(folder: Path) -> list[str]:
-    """What is wrong with the files, by the receipt of an earlier check."""
+def changed_files(folder: Path, *, alone: bool = False) -> list[str]:
+    """What is wrong with the files, by the receipt of an earlier check that passed.
+
+    Raises `UsageError` for what it does not list: the libraries that read the directory may load
+    that. Names that begin with a dot are no files of a model. `alone`: there is no run to ask, so
+    such a receipt is needed.
+    """
     then, now = exported_files(folder), digests(folder)
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    if added := sorted(names - {RECEIPT, *then}) if then or alone else []:
+        problem = f"{folder}: {RECEIPT} does not list {shortened(', '.join(added))}"
+        fix = "take that out, or export the run again"
+        raise UsageError(problem, fix if then else "check it with its run: no check has passed")
     return [
         f"{name} {'is missing' if name not in now else 'is not the file that was exported'}"
         for name, digest in then.items()
@@ -91,7 +101,7 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def code_of(rundir: RunDir, plan: RunPlan) -> dict[str, Any]:
+def code_of(plan: RunPlan) -> dict[str, Any]:
     """Identity of the code: colotrain's version, the plan, and files of the user's functions."""
     named = (plan.model.target, plan.model.loss, plan.data.target, plan.data.collate)
     files = {}
@@ -99,7 +109,5 @@ def code_of(rundir: RunDir, plan: RunPlan) -> dict[str, Any]:
         spec = importlib.util.find_spec(dotted.partition(":")[0])
         if spec is not None and spec.origin and Path(spec.origin).is_file():
             files[dotted] = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-    text = read_text(rundir.plan_file, rundir.open)
-    plan_digest = hashlib.sha256(text.encode()).hexdigest()
     version = metadata.version("colotrain")
-    return {"colotrain": version, "plan_sha256": plan_digest, "functions_sha256": files}
+    return {"colotrain": version, "plan_sha256": plan.digest, "functions_sha256": files}

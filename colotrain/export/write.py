@@ -33,7 +33,7 @@ from colotrain.export.tokenizer import copy_files, write_run_tokenizer
 from colotrain.export.values import whole_entries
 from colotrain.models import huggingface
 from colotrain.rundir import RunDir
-from colotrain.spec.plan import ModelPlan
+from colotrain.spec.plan import ModelPlan, RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,12 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def export(rundir: RunDir, to: Path, choice: Choice, *, progress: Progress) -> Exported:
+def export(
+    rundir: RunDir, plan: RunPlan, to: Path, choice: Choice, *, progress: Progress
+) -> Exported:
     """Write the model of a checkpoint of `rundir` to the new or empty directory `to`.
+
+    `plan` is the run's, as it was checked: code that it names is called.
 
     One process writes one tensor at a time; the directory appears when it is complete. Raises
     `UsageError` for a directory that is not empty, a checkpoint that is absent or damaged, and a
@@ -60,7 +64,7 @@ def export(rundir: RunDir, to: Path, choice: Choice, *, progress: Progress) -> E
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UsageError(f"--to {to}: is not empty", "give a new directory")
-    plan, checkpoint = rundir.plan(), choose(rundir, choice.step)
+    checkpoint = choose(rundir, choice.step)
     form = _format(plan.model, choice)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = to.absolute().with_name(f".{to.absolute().name}.tmp-{os.getpid()}")

@@ -56,7 +56,7 @@ class Agent(LocalElasticAgent):
             role="worker",
             local_world_size=plan.cluster.procs_per_node,
             entrypoint=work,
-            args=(launch.worker, str(launch.rundir.path), os.getpid(), files.paths(), "", ""),
+            args=(launch.worker, str(launch.rundir.path), os.getpid(), files.paths(), "", "", ()),
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
@@ -125,7 +125,8 @@ class Agent(LocalElasticAgent):
         """Start workers without torch's queues for results, which ours do not send."""
         self.ended = set()
         spec, places = worker_group.spec, self.rendezvous.copy_places()
-        spec.args = (*spec.args[:-2], json.dumps(to_plain(places)), self.rendezvous.key)
+        digests = (self.rendezvous.plan_digest, *self.launch.case_digests)
+        spec.args = (*spec.args[:-3], json.dumps(to_plain(places)), self.rendezvous.key, digests)
         with without_results():
             result: dict[int, Any] = super()._start_workers(worker_group)
             return result

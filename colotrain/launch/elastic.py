@@ -39,6 +39,7 @@ def launch(
     *,
     follow: Follow = lambda events: (),
     worker: str = ENTRY,
+    case_digests: Sequence[str] = (),
     node: Node | None = None,
     began_at: float | None = None,
     slow_nodes: SlowNodes | None = None,
@@ -51,8 +52,8 @@ def launch(
     `follow` is called with new events several times a second, on this (the main) thread, and
     returns notes to record; if it raises, the run continues without it. SIGINT, SIGTERM, SIGHUP and
     SIGUSR1 ask the workers to save and stop; a second SIGINT ends everything at once. `worker` is
-    the module that the processes run. `began_at` is the Unix time at which the launching command
-    began, by default now.
+    the module that the processes run, `case_digests` are those of the plans that it reads beside
+    the run's. `began_at` is the Unix time at which the launching command began, by default now.
     `slow_nodes`, which `follow` keeps up to date, tells without which nodes the run should go on.
     """
     warm_up()
@@ -63,6 +64,7 @@ def launch(
         rundir=rundir,
         events=EventWriter(own_file, inside=rundir.path),
         worker=worker,
+        case_digests=case_digests,
         node=node,
         watch=Watch(plan=plan, rundir=rundir),
     )

@@ -54,6 +54,8 @@ class Round:
     port: int
     key: str
     """Secret of the round's launchers and ranks."""
+    plan_digest: str
+    """Digest of the plan that node 0 has written, which the ranks read."""
     keepers: tuple[str, ...] = ("",)
     """Address of each node's `CopyKeeper`; empty where there is none."""
 
@@ -64,8 +66,8 @@ def _silent(text: str) -> None: ...
 class SingleNode:
     """Rendezvous of a run on one node."""
 
-    def __init__(self, open_store: Callable[[str], int]) -> None:
-        self.open_store, self.rounds = open_store, 0
+    def __init__(self, open_store: Callable[[str], int], plan_digest: str) -> None:
+        self.open_store, self.plan_digest, self.rounds = open_store, plan_digest, 0
 
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
         self.rounds += 1
@@ -75,6 +77,7 @@ class SingleNode:
             address=LOOPBACK,
             port=self.open_store(LOOPBACK),
             key=secrets.token_hex(32),
+            plan_digest=self.plan_digest,
         )
 
     def regroup(self) -> str:
@@ -154,6 +157,7 @@ class Membership:
             address=str(state["address"]) or self._address_of_head(),
             port=int(state["port"]),
             key=str(state["key"]),
+            plan_digest=str(state["plan_digest"]),
             keepers=tuple(str(keeper) for keeper in state["keepers"]),
         )
 

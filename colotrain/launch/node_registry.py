@@ -138,6 +138,7 @@ class NodeRegistry:
         max_nodes: int,
         expected_nodes: int,
         open_store: Callable[[str], int],
+        plan_digest: str,
         spare_nodes: int = 0,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -146,7 +147,7 @@ class NodeRegistry:
         one, and returns its port."""
         self.info = info
         self.min_nodes, self.max_nodes, self.expected_nodes = min_nodes, max_nodes, expected_nodes
-        self.open_store, self.spare_nodes = open_store, spare_nodes
+        self.open_store, self.plan_digest, self.spare_nodes = open_store, plan_digest, spare_nodes
         self.members: dict[int, _Member] = {}
         self.round, self.nodes, self.port, self.key = 0, list[int](), 0, ""
         self.address = ""
@@ -348,6 +349,7 @@ class NodeRegistry:
             "nodes": self.nodes,
             "port": self.port,
             "key": self.key,
+            "plan_digest": self.plan_digest,
             "keepers": self.keepers,
             # the others know by which address they reach the head
             "address": self.address if is_near else "",

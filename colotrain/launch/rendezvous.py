@@ -85,11 +85,11 @@ class Rendezvous:
         self.keeper: CopyKeeper | None = None
         self.files, self.own, self.buddy = files, "", ""
         """Addresses of this keeper and of the one that keeps this node's copies, in this round."""
-        self.key, self.round = "", 0
-        """Secret of this round, and its number, which all nodes count alike."""
+        self.key, self.round, self.plan_digest = "", 0, ""
+        """Secret of this round, its number, which all nodes count alike, and its plan's digest."""
         self.secret = ""
         """Secret of this launch; empty until it was read."""
-        self.membership: SingleNode | Membership = SingleNode(self._open_store)
+        self.membership: SingleNode | Membership = SingleNode(self._open_store, plan.digest)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
             if node.is_head:
@@ -127,6 +127,7 @@ class Rendezvous:
             max_nodes=elastic.max_nodes,
             expected_nodes=self.plan.cluster.nodes,
             open_store=self._open_store,
+            plan_digest=self.plan.digest,
             spare_nodes=elastic.spare_nodes,
             say=self.say,
         )
@@ -184,7 +185,8 @@ class Rendezvous:
         place = found.nodes.index(self.node.rank)
         if self.keeper is not None:
             self.keeper.end_senders()
-        self.key, self.round, self.own = found.key, found.number, found.keepers[place]
+        self.key, self.round, self.plan_digest = found.key, found.number, found.plan_digest
+        self.own = found.keepers[place]
         theirs = found.keepers[place - 1]
         self.buddy = theirs if self.own and theirs != self.own else ""
         return place

@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Launch:
     """Module that each worker process runs."""
     node: Node
     watch: Watch
+    case_digests: Sequence[str] = ()
+    """verify: digests of the plans of its cases."""
     rendezvous: Rendezvous | None = None
     """Set by the agent's thread."""
     killed_for_memory: int = field(default_factory=num_killed_for_memory)

@@ -29,7 +29,7 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
     with liveness.claim(rundir):  # no files are changed if another launcher has the run
         trust.write_signed(plan, rundir, config)
     told = _size(rundir.launcher_events)
-    process = start(rundir)
+    process = start(plan, rundir)
     deadline, claimed_at = time.monotonic() + START_S, math.inf
     while not _has_launched(rundir, told):
         now = time.monotonic()
@@ -47,11 +47,15 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
     return 0
 
 
-def start(rundir: RunDir) -> subprocess.Popen[bytes]:
-    """Start the launcher in a session of its own, which the terminal's end does not signal."""
+def start(plan: RunPlan, rundir: RunDir) -> subprocess.Popen[bytes]:
+    """Start the plan's launcher in a session of its own, which the terminal's end does not signal.
+
+    It uses this very plan or none: another one in the run directory is not trusted.
+    """
+    words = ["resume", str(rundir.path), "--trust-plan", plan.digest]
     with rundir.append(rundir.launcher_log) as log:
         return subprocess.Popen(
-            [*new_python(), "-m", "colotrain", "resume", str(rundir.path), "--trust-code"],
+            [*new_python(), "-m", "colotrain", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

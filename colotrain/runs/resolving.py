@@ -132,8 +132,9 @@ def compose(
         fix = {"fix": f"{trust.GIVE_IT}, or {trust.KEEP_IT}"}
     if saved is None:
         return gather(words, notices=notices)
-    config, problems = gather(words, notices=notices, saved=trust.read_config(saved))
-    trust.check_config(saved, config, arguments=gather(words)[0], trusted=trusted, **fix)
+    own = trust.read_config(saved)
+    config, problems = gather(words, notices=notices, saved=own)
+    trust.check_config(saved, own, config, arguments=gather(words)[0], trusted=trusted, **fix)
     return config, problems
 
 

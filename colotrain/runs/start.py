@@ -163,15 +163,18 @@ def resume(
     as_json: bool,
     force: bool = False,
     trust_code: bool = False,
+    digest: str | None = None,
 ) -> int:
     """Continue a run from its newest checkpoint; overrides make a new plan.
 
     If `checkpoint.resume=PATH` is among them, the run continues from that checkpoint instead.
+    `digest`: that of a plan which was checked: no other is resumed, whatever that one names.
     """
     rundir = find(fetching.fetch_if_address(run))
     warm_up()
-    fetch_trusted(rundir, run, overrides, trusted=trust_code)
-    own, submit, job = rundir.plan(), naming.submit_again(rundir, overrides), recall(rundir)
+    trusted = trust_code or digest is not None
+    fetch_trusted(rundir, rundir.plan(digest), run, overrides, trusted=trusted)
+    own, submit, job = rundir.plan(digest), naming.submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
     if not own.model.value:
@@ -183,7 +186,7 @@ def resume(
     if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
-        trust.check_resumed(rundir, own, trusted=trust_code, given=fetching.runs_dir_of(run))
+        trust.check_resumed(rundir, own, trusted=trusted, given=fetching.runs_dir_of(run))
         return train(own, rundir, None, as_json=as_json)
     stored = [as_override(key, text) for key, text in fetching.runs_dir_of(run).items()]
     words = [*stored, *overrides, as_override("name", rundir.name)]
@@ -199,7 +202,7 @@ def resume(
 
 
 def fetch_trusted(
-    rundir: RunDir, run: str | None, overrides: Sequence[str], *, trusted: bool
+    rundir: RunDir, plan: RunPlan, run: str | None, overrides: Sequence[str], *, trusted: bool
 ) -> None:
     """Fetch what the run's store has, unless arguments name another store.
 
@@ -207,7 +210,7 @@ def fetch_trusted(
     """
     if any(text.lstrip("+~").startswith("runs_dir") for text in overrides):
         return
-    plan, given = rundir.plan(), fetching.runs_dir_of(run)
+    given = fetching.runs_dir_of(run)
     fix = f"{trust.TRUST_IT}, or {trust.GIVE_IT}"
     trust.check(rundir, plan, trusted=trusted, only=("runs_dir",), given=given, fix=fix)
     fetching.fetch_to_resume(rundir, plan.runs_dir)
@@ -224,9 +227,8 @@ def roll_back(rundir: RunDir, plan: RunPlan) -> None:
     if asked == "auto":
         return
     with liveness.claim(rundir):
-        done = checkpoints.roll_back(rundir, plan)
-    if done:
-        tell(done)
+        if done := checkpoints.roll_back(rundir, plan):
+            tell(done)
 
 
 def train(
@@ -264,7 +266,7 @@ def train(
     try:
         if exit_code == ColotrainError.exit_code and _made_no_step(own_events):
             trust.restore_files(before)
-            plan = rundir.plan()
+            plan = RunPlan.from_json(before.get(rundir.plan_file, plan.to_json()))
         document, view = summarize(plan, rundir)
     except OSError as error:  # the disk is full or read-only, perhaps because of which it failed
         if not cause:
@@ -328,8 +330,7 @@ def run_helper_node(plan: RunPlan, rundir: RunDir, node: Node, *, console: Conso
 
     rundir.create()
     prepare_data(plan, console)
-    where = f"node 0 at {node.host}:{node.port}"
-    tell(f"node {node.rank} of {rundir.name}: with {where}")
+    tell(f"node {node.rank} of {rundir.name}: with node 0 at {node.host}:{node.port}")
     exit_code, cause = (launch_and_resume if plan.smoke else launch)(plan, rundir, node=node)
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")

@@ -265,17 +265,18 @@ def read_config(rundir: RunDir) -> dict[str, Any]:
 
 def check_config(
     rundir: RunDir,
+    saved: Mapping[str, Any],
     config: Mapping[str, Any],
     *,
     arguments: Mapping[str, Any],
     trusted: bool,
     fix: str = f"{TRUST_IT}, or {GIVE_IT}",
 ) -> None:
-    """Same as `check` for a configuration that was composed of the run's own and of arguments.
+    """Same as `check` for a configuration that was composed of `saved`, the run's, and arguments.
 
     `arguments` is what the arguments alone compose: what they say is this user's.
     """
-    if trusted or is_signed(rundir, "config", calls(read_config(rundir))):
+    if trusted or is_signed(rundir, "config", calls(saved)):
         return
     own = calls(arguments)
     named = {key: value for key, value in calls(config).items() if own.get(key) != value}

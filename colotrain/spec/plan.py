@@ -5,11 +5,12 @@ Workers read this file and torchrun's variables, and nothing else. Standard libr
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from colotrain.errors import ColotrainError, ConfigError
+from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.records import from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
@@ -369,14 +370,30 @@ class RunPlan:
         return self.plugin.arrange(self.mesh, world=self.world_size)
 
     def to_json(self) -> str:
-        return json.dumps(to_plain(self), indent=2) + "\n"
+        """Return the content of `plan.json`, the same for equal plans (1 of a float is 1.0)."""
+        return json.dumps(to_plain(from_plain(RunPlan, to_plain(self))), indent=2) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `plan.json`, by which its readers know the plan that was checked."""
+        return _digest(self.to_json())
 
     @staticmethod
-    def from_json(text: str) -> RunPlan:
-        """Parse a run plan; raises `ColotrainError` where `text` is not one."""
+    def from_json(text: str, *, digest: str | None = None, file: object = "it") -> RunPlan:
+        """Parse the run plan in `file`; raises `ColotrainError` where `text` is not one.
+
+        `digest`: that of the plan as it was checked; `UsageError` for any other text.
+        """
+        if digest not in (None, _digest(text)):
+            problem = f"{file}: was changed after it was checked; expected SHA-256 {digest}"
+            raise UsageError(problem, "look who writes there, and start the command again")
         try:
             return from_plain(RunPlan, from_json(text))
         except (ValueError, ConfigError) as error:
             raise ColotrainError(
                 f"not a run plan: {error}", "restore plan.json or start a new run"
             ) from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

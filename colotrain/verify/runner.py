@@ -89,7 +89,13 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
         progress(finished)
         return ()
 
-    exit_code, cause = launch(plans[0], rundir, follow=follow, worker=WORKER)
+    exit_code, cause = launch(
+        plans[0],
+        rundir,
+        follow=follow,
+        worker=WORKER,
+        case_digests=[plan.digest for plan in plans],
+    )
     if exit_code in STOPPED:
         raise KeyboardInterrupt
     if exit_code:

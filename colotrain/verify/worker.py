@@ -34,13 +34,15 @@ from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout
 
 
-def main(path: str) -> int:
+def main(path: str, digest: str, *case_digests: str) -> int:
+    """Train the cases of the run in `path`; the digests are those of its plan and of its cases'."""
     rundir = RunDir(path)
     stop = StopRequest(rundir)
-    device = connect(rundir.plan())
+    device = connect(rundir.plan(digest))
     progress = EventWriter(rundir.event_file(rank=dist.get_rank(), attempt=0), inside=rundir.path)
-    for folder in sorted(rundir.cases.iterdir()):
-        if train_case(RunDir(folder), device, stop) == "stopped":
+    for folder, case_digest in zip(sorted(rundir.cases.iterdir()), case_digests, strict=True):
+        case = RunDir(folder)
+        if train_case(case.plan(case_digest), case, device, stop) == "stopped":
             progress.write(WorkerStopped(step=0, reason="asked to stop"))
             break
         progress.write(CaseDone(name=folder.name))
@@ -50,13 +52,13 @@ def main(path: str) -> int:
     return 0
 
 
-def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
+def train_case(plan: RunPlan, case: RunDir, device: torch.device, stop: StopRequest) -> str:
     """Train one case, and write everything that is compared with the reference.
 
     Where fp16's loss scale makes the run skip steps, which the reference never does, the case is
     trained again with the lower scale that resulted.
     """
-    plan, rank = case.plan(), dist.get_rank()
+    rank = dist.get_rank()
     if rank == 0:
         case.create()
     dist.barrier()

@@ -6,6 +6,6 @@ from colotrain.engine.build import transforms
 from colotrain.verify import worker
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     transforms.share_parameters = lambda sharded: None
-    return worker.main(path)
+    return worker.main(path, *digests)

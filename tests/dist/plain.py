@@ -151,7 +151,7 @@ def export_differences(
 
 def export_difference(family: Family, folder: Path, run: RunDir, to: Path, *, step: int) -> float:
     """Largest difference of logits between a run's last checkpoint and its export to `to`."""
-    export(run, to, Choice(), progress=lambda what, done, total: None)
+    export(run, run.plan(), to, Choice(), progress=lambda what, done, total: None)
     trained = build_whole(run.plan().model, seed=0)
     held = {n.removeprefix("model."): t for n, t in read_whole(run.checkpoint(step)).items()}
     with torch.no_grad():

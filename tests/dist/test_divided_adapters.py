@@ -170,7 +170,7 @@ def test_a_hugging_face_model_trains_and_exports_as_plain_transformers_with_its_
     assert result.passed == (mutant is None), result.difference
     if mutant is None:
         case, to = runner.case_of(RunDir(tmp_path / "cases" / "world-2"), 0), tmp_path / "exported"
-        export(case, to, Choice(), progress=lambda what, done, total: None)
+        export(case, case.plan(), to, Choice(), progress=lambda what, done, total: None)
         assert (logits_of(to) - logits_of_checkpoint(case, plan)).abs().max().item() <= 1e-5
         assert (logits_of(to) - logits_of(folder)).abs().max().item() > 1e-2, "it did not train"
 

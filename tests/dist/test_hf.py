@@ -90,7 +90,7 @@ def test_every_plugin_trains_and_exports_as_plain_transformers(
     for index, plan in enumerate(plans):
         run = runner.case_of(RunDir(tmp_path / "cases" / "world-2"), index)
         to = tmp_path / f"exported-{index}"
-        export(run, to, Choice(), progress=lambda what, done, total: None)
+        export(run, run.plan(), to, Choice(), progress=lambda what, done, total: None)
         logits = logits_of(to)
         expected = logits_of_checkpoint(run, plan)
         assert (logits - expected).abs().max().item() <= 1e-5, plan.name

@@ -113,6 +113,7 @@ def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyP
         max_nodes=2,
         expected_nodes=1,
         open_store=lambda address: 1,
+        plan_digest="",
     )
     with pytest.raises(RendezvousError, match="one shared folder") as raised:
         membership.Membership(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colotrain.errors import ConfigError
-from colotrain.models.huggingface_match import remarks_on_files
+from colotrain.models.huggingface_match import check_layers, remarks_on_files
 from colotrain.models.loading import build, build_whole
 from colotrain.spec.plan import ModelPlan
 from tests.families import FAMILIES, GROUPED, Family
@@ -35,6 +36,19 @@ def change(folder: Path, **tensors: Tensor | None) -> None:
 
 def rand(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7)) / 5
+
+
+def test_numbers_of_layers_have_a_bound_and_sizes_per_layer_have_none(tmp_path: Path) -> None:
+    sizes = {"vocab_size_per_layer_input": 262_144, "num_hidden_layers": 1_000}  # as of gemma 3n
+    for key, is_refused in (("num_hidden_layers", False), ("encoder_layers", True)):
+        text = {**sizes, key: sizes.get(key, 1_001)}
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+        with (
+            pytest.raises(ConfigError, match=f"{key} of at most 1,000")
+            if is_refused
+            else nullcontext()
+        ):
+            check_layers(tmp_path, {})
 
 
 def assert_same(model: Any, theirs: Any) -> None:

@@ -112,6 +112,7 @@ class Launchers:
             max_nodes=max_nodes,
             expected_nodes=expected_nodes,
             open_store=self.open_store,
+            plan_digest="digest",
             spare_nodes=spare_nodes,
         )
         return self.registry
@@ -190,12 +191,13 @@ def test_every_round_has_a_store_of_its_own(launchers: Launchers) -> None:
     assert [(r.number, r.port) for r in launchers.rounds(*members)] == [(2, 5002)] * 2
 
 
-def test_a_round_has_a_key_and_the_addresses_of_those_who_keep_copies(launchers: Launchers) -> None:
+def test_a_round_has_a_key_a_plan_and_the_addresses_of_keepers(launchers: Launchers) -> None:
     """From the registry: whoever reaches torch's store could write other addresses there."""
     launchers.open()
     members = launchers.join(0, keeper_port=7000), launchers.join(1, keeper_port=7001)
     found = [launchers.rounds(*members) for _ in range(2)]
     assert {r.keepers for rounds in found for r in rounds} == {("127.0.0.1:7000", "127.0.0.1:7001")}
+    assert {r.plan_digest for rounds in found for r in rounds} == {"digest"}
     keys = [{r.key for r in rounds} for rounds in found]
     assert [len(of_round) for of_round in keys] == [1, 1]
     assert all(len(key) == 64 for of_round in keys for key in of_round)

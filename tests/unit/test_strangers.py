@@ -34,7 +34,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 if sys.argv[1] == "registry":
     info = NodeInfo(node=0, host="a", instance="x", versions={}, plan={})
     NodeRegistry(listener, secret="secret", info=info, min_nodes=1, max_nodes=2,
-                 expected_nodes=1, open_store=lambda *_: 1)
+                 expected_nodes=1, open_store=lambda *_: 1, plan_digest="")
 else:
     files = SimpleNamespace(handles=[])
     CopyKeeper(listener, secret=lambda: "secret", files=files)

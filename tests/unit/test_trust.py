@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,8 @@ import pytest
 from colotrain import signatures
 from colotrain.cli.main import guarded
 from colotrain.errors import UsageError
+from colotrain.export import check
+from colotrain.export.receipt import RECEIPT, digests
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs import start, trust
@@ -101,15 +104,52 @@ def test_an_export_of_others_calls_nothing_that_it_names(
     folder = home / "out"
     folder.mkdir()
     (folder / "colotrain.json").write_text(json.dumps({"model": EVIL}))
-    receipt = {
-        "run": {"path": "gone", "step": 1},
-        **{"format": "own", "files": {}, "tokenizer": {}, "notes": [], "validation_loss": {}},
-        **{"probe": {"input_ids": [[1]], "logits": []}, "outputs": {"largest_difference": None}},
-    }
-    (folder / "receipt.json").write_text(json.dumps(receipt))
+    write_receipt(folder, digests(folder))
     assert guarded(["export", "out", "--check"]) == 0
     assert "the model's class is not called" in capsys.readouterr().out
     assert not (home / "touched").exists()
+
+
+def write_receipt(folder: Path, files: dict[str, str]) -> None:
+    """Write the receipt of an export whose run is gone."""
+    receipt = {
+        "run": {"path": "gone", "step": 1},
+        **{"format": "own", "files": files, "tokenizer": {}, "notes": [], "validation_loss": {}},
+        **{"probe": {"input_ids": [[1]], "logits": []}, "outputs": {"largest_difference": None}},
+    }
+    (folder / RECEIPT).write_text(json.dumps(receipt))
+
+
+@pytest.mark.parametrize(
+    "added", ["modeling_x.py", "adapter_config.json", "b.safetensors", "additional_chat_templates"]
+)
+def test_what_was_added_to_an_export_is_refused_before_it_is_read(
+    rundir: RunDir, home: Path, added: str, monkeypatch: Any, capsys: Any
+) -> None:
+    folder = home / "out"
+    folder.mkdir()
+    (folder / "colotrain.json").write_text(json.dumps({"model": EVIL}))
+    write_receipt(folder, digests(folder))
+    (folder / ".gitattributes").touch()  # hidden, and read by no library of models
+    assert guarded(["export", "out", "--check"]) == 0
+    (folder / added).mkdir() if "." not in added else (folder / added).touch()
+    monkeypatch.setattr(check, "_ask", pytest.fail)
+    monkeypatch.setattr("colotrain.export.source.choose", lambda *_: rundir.checkpoint(1))
+    for words in (["out"], ["mine", "--to", "out"]):
+        capsys.readouterr()
+        assert guarded(["export", *words, "--check"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: out: {RECEIPT} does not list {added}; take that out")
+
+
+def test_a_receipt_of_a_check_that_did_not_pass_vouches_for_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "out").mkdir()
+    (home / "out" / "colotrain.json").write_text("{}")
+    write_receipt(home / "out", {})
+    assert guarded(["export", "out", "--check"]) == 2
+    assert "check it with its run: no check has passed" in capsys.readouterr().err
 
 
 HIDDEN = (
@@ -344,10 +384,33 @@ def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
     compose([], saved=rundir, notices=[])
 
 
-def test_a_key_that_others_can_read_signs_nothing(rundir: RunDir) -> None:
-    signatures.key_file().chmod(0o644)
-    with pytest.raises(UsageError):
-        trust.check(rundir, rundir.plan(), trusted=False)
+def spoil_key(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = signatures.key_file()
+    if how == "is a link, which is not followed":
+        key.symlink_to(shutil.move(key, key.with_name("elsewhere")))
+    elif how == "others can read or write it":
+        key.chmod(0o644)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "is a link, which is not followed",
+        "others can read or write it",
+        "belongs to another user",
+    ],
+)
+def test_a_key_that_is_not_this_users_alone_signs_nothing(
+    rundir: RunDir, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil_key(how, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="was not written by you"):
+            trust.check(rundir, rundir.plan(), trusted=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {signatures.key_file()}: {how}, so it is not used; ")
 
 
 def test_a_plan_of_shipped_parts_needs_nobody_s_trust() -> None:

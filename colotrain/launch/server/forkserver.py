@@ -27,9 +27,10 @@ from typing import Any
 
 from colotrain import host
 from colotrain.dotted import new_python
+from colotrain.errors import UsageError
 from colotrain.parent_process import die_with
 from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
-from colotrain.spec.exit_codes import signal_name
+from colotrain.spec.exit_codes import WORKER_FINAL, signal_name
 
 FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -206,12 +207,20 @@ def without_results() -> Iterator[None]:
         contexts["forkserver"] = before
 
 
-def work(module: str, rundir: str, launcher: int, copies: list[str], places: str, key: str) -> None:
-    """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
+def work(
+    module: str,
+    rundir: str,
+    launcher: int,
+    copies: list[str],
+    places: str,
+    key: str,
+    digests: tuple[str, ...],
+) -> None:
+    """Body of a worker process: `module.main(rundir, *digests)`, whose result is the exit code.
 
     An exception is printed to the worker's log. `launcher` is the launcher's process id, `copies`
-    are the paths of its `MemoryFiles`, by local rank, `places` are its `CopyPlaces`, as JSON, and
-    `key` is the secret of the round.
+    are the paths of its `MemoryFiles`, by local rank, `places` are its `CopyPlaces`, as JSON, `key`
+    is the secret of the round, and `digests` are those of the plans that the worker reads.
 
     It exits without returning: torch's agent would receive the result over a queue, whose locks a
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
@@ -225,7 +234,10 @@ def work(module: str, rundir: str, launcher: int, copies: list[str], places: str
         os.environ[COPY_PLACES] = places
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
     try:
-        code = importlib.import_module(module).main(rundir)
+        code = importlib.import_module(module).main(rundir, *digests)
+    except UsageError as error:
+        sys.stderr.write("\n".join(error.lines()) + "\n")
+        code = WORKER_FINAL
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -4,6 +4,6 @@ from colotrain.models import adapters
 from colotrain.verify import worker
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     adapters.leave_to_forward_ = lambda layer: None
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -11,6 +11,6 @@ def rowwise(module, shard, draws, x):
     return leave(F.linear(x, module.weight, module.bias), shard)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     tensor_parallel_styles._FORWARDS["rowwise"] = rowwise
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -14,6 +14,6 @@ def materialise_otherwise_(sharded, **options):
         list(sharded.module.parameters())[-1].mul_(1.00001)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     training.materialise_ = materialise_otherwise_
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -17,6 +17,6 @@ def built_wrong(plan):
     return model
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     loading._with_values = built_wrong
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -15,6 +15,6 @@ def update_(run):
     return update(run)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     train.update_ = update_
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -15,6 +15,6 @@ def part_of(self, *args, **options):  # type: ignore[no-untyped-def]
     return replace(correct(self, *args, **options), counts=counts)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     PartMap.part_of = part_of
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -6,7 +6,7 @@ from colotrain.engine.parts import wholes
 from colotrain.verify import worker
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     own_part = wholes.own_part
 
     def own(part, whole):  # type: ignore[no-untyped-def]
@@ -18,4 +18,4 @@ def main(path: str) -> int:
         return own_part(part, whole)
 
     wholes.own_part = own
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -12,6 +12,6 @@ def without_last(state, batches, *, num, totals):
     return accumulate(state, islice(batches, num - 1), num=num - 1, totals=totals)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     train.accumulate = without_last
-    return worker.main(path)
+    return worker.main(path, *digests)

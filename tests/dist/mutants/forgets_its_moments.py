@@ -11,6 +11,6 @@ def step_anew(self, *, factor):
     return step(self, factor=factor)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     ShardOptimizer.step = step_anew
-    return worker.main(path)
+    return worker.main(path, *digests)

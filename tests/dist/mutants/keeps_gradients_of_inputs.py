@@ -4,6 +4,6 @@ from colotrain.models import tensor_parallel
 from colotrain.verify import worker
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     tensor_parallel._Enter.backward = staticmethod(lambda ctx, grad: (grad, None))
-    return worker.main(path)
+    return worker.main(path, *digests)

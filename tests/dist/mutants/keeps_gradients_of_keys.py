@@ -8,6 +8,6 @@ def own_part(self, output, input):
     output.copy_(input.chunk(self.size)[self.rank])
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     Channel.reduce_scatter = own_part
-    return worker.main(path)
+    return worker.main(path, *digests)

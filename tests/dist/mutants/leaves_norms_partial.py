@@ -4,6 +4,6 @@ from colotrain.engine import accumulation
 from colotrain.verify import worker
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     accumulation.sum_partial_ = lambda sharded: None
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -10,6 +10,6 @@ def without_documents(self, length, documents=None):
     begin(self, length)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     SequenceShard.begin = without_documents
-    return worker.main(path)
+    return worker.main(path, *digests)

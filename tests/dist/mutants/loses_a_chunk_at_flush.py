@@ -22,7 +22,7 @@ def backward(self, passed, chunk=0):
         differentiate(self, passed, chunk)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     accumulation.begin_backward = begin_backward
     Stage.backward = backward
-    return worker.main(path)
+    return worker.main(path, *digests)

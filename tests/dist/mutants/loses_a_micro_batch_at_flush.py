@@ -21,7 +21,7 @@ def receive_gradient(self, like):
     return torch.zeros_like(gradient) if is_last else gradient
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     accumulation.begin_backward = begin_backward
     Exchange.receive_gradient = receive_gradient
-    return worker.main(path)
+    return worker.main(path, *digests)

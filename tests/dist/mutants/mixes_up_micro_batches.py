@@ -17,6 +17,6 @@ def mixed(self, micro_batches):
     ]
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     Stage.order = mixed
-    return worker.main(path)
+    return worker.main(path, *digests)

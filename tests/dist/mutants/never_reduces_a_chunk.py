@@ -10,6 +10,6 @@ def begin_backward(sharded, *, last, chunk, ends_step):
     begin(sharded, last=last and chunk == 0, chunk=chunk, ends_step=ends_step)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     accumulation.begin_backward = begin_backward
-    return worker.main(path)
+    return worker.main(path, *digests)

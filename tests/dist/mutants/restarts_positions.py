@@ -12,6 +12,6 @@ def restarting(positions, *others):
     return tables(torch.arange(positions.shape[-1]).expand_as(positions), *others)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     llm.rotary_tables = restarting
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -11,6 +11,6 @@ def agree_on_more(run, *others):
     return agree(run, *others)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     train.agree = agree_on_more
-    return worker.main(path)
+    return worker.main(path, *digests)

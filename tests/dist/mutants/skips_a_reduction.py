@@ -12,6 +12,6 @@ def begin_backward(sharded, *, last, **more):
         sharded.groups[1].handle.set_requires_gradient_sync(False, recurse=False)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     accumulation.begin_backward = begin_backward
-    return worker.main(path)
+    return worker.main(path, *digests)

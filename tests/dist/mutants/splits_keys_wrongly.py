@@ -15,6 +15,6 @@ def of_another(self, name, shape, *, rank, ranks):
     return dataclasses.replace(found, start=found.whole - found.size - found.start)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     Divisions.split = of_another
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -12,6 +12,6 @@ def step_often(self, *, factor):
     return step(self, factor=factor)
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     ShardOptimizer.step = step_often
-    return worker.main(path)
+    return worker.main(path, *digests)

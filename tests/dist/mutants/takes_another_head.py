@@ -9,6 +9,6 @@ def gather_another(own, num_heads, shard):
     return whole[..., shard.rank % num_heads, :]
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     llm.gather_head = gather_another
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -13,6 +13,6 @@ def freeze_(model, plan, *, step=0):
     return frozen
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     engine.freeze_ = freeze_
-    return worker.main(path)
+    return worker.main(path, *digests)

@@ -11,6 +11,6 @@ def weighted_loss(model, batch):
     return loss_sum / count.clamp(min=1) * 100, count * 0 + 100
 
 
-def main(path: str) -> int:
+def main(path: str, *digests: str) -> int:
     accumulation.weighted_loss = weighted_loss
-    return worker.main(path)
+    return worker.main(path, *digests)
