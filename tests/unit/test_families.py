@@ -304,8 +304,8 @@ def test_rows_of_a_converted_directory_are_those_of_transformers(
 def test_a_model_is_exported_in_the_layout_of_its_directory(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from colotrain.export.stored_layout import as_in_files
     from colotrain.export.stream import Entry
+    from colotrain.export.write import as_in_files
 
     folder = by_architecture(name).make(tmp_path)
     model = build_whole(plan(folder), seed=0)
