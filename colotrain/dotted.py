@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from colotrain.current_folder import holder_of
 from colotrain.errors import ConfigError, Problem, message_of, suggest
 
 FORM = "`package.module:callable`"
@@ -26,7 +27,8 @@ def import_target(key: str, dotted: str) -> Any:
     """Import the callable that `dotted` names; `key` is the setting that contains it.
 
     The module is looked up in the current folder first; what it imports, there last, so that no
-    file there takes the place of Python's and installed modules. Any error in the path, and any
+    file there takes the place of Python's and installed modules. A run's or a model's directory is
+    no place for modules. Any error in the path, and any
     exception while its module is imported, is a `ConfigError`.
     """
     module_name, colon, attributes = dotted.partition(":")
@@ -47,11 +49,12 @@ def import_target(key: str, dotted: str) -> Any:
 
 def _import(key: str, dotted: str, module_name: str) -> ModuleType:
     folder, package = os.getcwd(), module_name.partition(".")[0]
-    if folder not in sys.path:
+    is_for_code = not holder_of(Path(folder))
+    if is_for_code and folder not in sys.path:
         sys.path.append(folder)
     importlib.invalidate_caches()  # the file may be newer than the folder listing Python keeps
     try:
-        if package not in sys.modules and package not in sys.stdlib_module_names:
+        if is_for_code and package not in {*sys.modules, *sys.stdlib_module_names}:
             _load_from(folder, package)
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -131,7 +134,9 @@ def shown_path(path: str) -> str:
 def _missing(key: str, dotted: str, module_name: str) -> ConfigError:
     here = Path.cwd()
     hint = suggest(module_name, (entry.stem for entry in here.glob("*.py")))
-    fix = f"run where {module_name.split('.')[0]} can be imported (now in {here})"
+    where = holder_of(here)
+    why = f"now in {here}" if not where else f"{where}: no modules are taken from there"
+    fix = f"run where {module_name.split('.')[0]} can be imported ({why})"
     if hint.startswith("did you mean"):
         fix = f"{hint} or {fix}"
     return _wrong(key, dotted, f"a module that can be found ({module_name} cannot)", fix)
