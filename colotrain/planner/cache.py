@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from colotrain import cache_folder
-from colotrain.dotted import PACKAGE
 from colotrain.errors import ConfigError
 from colotrain.planner.dependencies import Dependencies, installation
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.plan import ModelPlan
+from colotrain.user_modules import PACKAGE
 
 SURVEY_MODULE = "colotrain.planner.traced.survey"
 MOST_KEPT = 500

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from colotrain.current_folder import places_of_code
-from colotrain.dotted import installed, is_below, is_users, python
+from colotrain.user_modules import installed, is_below, is_users, python
 
 SYSTEM = ("/proc", "/sys", "/dev")
 MOST_NOTED = 2000

@@ -24,7 +24,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = (
     "addresses errors records dotted rundir signatures parent_process host connections timeouts "
-    "certificates cache_folder current_folder"
+    "certificates cache_folder current_folder user_modules"
 )
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
 EXTRAS = "transformers peft datasets tensorboard wandb mlflow pynvml matplotlib pyarrow jinja2 yaml"
