@@ -13,6 +13,8 @@ import pytest
 
 from colotrain import cache_folder
 from colotrain.data.prepare.tokens import is_prepared, prepare
+from colotrain.doctor import storage
+from colotrain.doctor.finding import Environment
 from colotrain.planner import measured_peaks
 from colotrain.spec.plan import DataPlan
 
@@ -141,6 +143,14 @@ def test_others_lose_the_right_to_write_into_ones_own_folder(cache: Path) -> Non
     cache.chmod(0o777)
     assert cache_folder.usable_folder() == cache
     assert cache.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_doctor_says_that_others_can_write_to_the_cache(cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    [finding] = storage.check_cache(Environment(runs=cache, cache=cache))
+    assert finding.status == "warn"
+    assert "can be written by others" in finding.text
 
 
 def test_code_is_not_in_a_shared_cache(
