@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
-import sysconfig
 import traceback
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
@@ -16,17 +13,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from colotrain.current_folder import holder_of
 from colotrain.errors import ConfigError, Problem, message_of, suggest
+from colotrain.user_modules import install, is_users
 
 FORM = "`package.module:callable`"
-PACKAGE = str(Path(__file__).resolve().parent)
 
 
 def import_target(key: str, dotted: str) -> Any:
     """Import the callable that `dotted` names; `key` is the setting that contains it.
 
     The module is looked up in the current folder first; what it imports, there last, so that no
-    file there takes the place of Python's and installed modules. Any error in the path, and any
+    file there takes the place of Python's and installed modules (`user_modules`). A run's or a
+    model's directory is no place for modules. Any error in the path, and any
     exception while its module is imported, is a `ConfigError`.
     """
     module_name, colon, attributes = dotted.partition(":")
@@ -47,11 +46,12 @@ def import_target(key: str, dotted: str) -> Any:
 
 def _import(key: str, dotted: str, module_name: str) -> ModuleType:
     folder, package = os.getcwd(), module_name.partition(".")[0]
-    if folder not in sys.path:
-        sys.path.append(folder)
+    is_for_code = not holder_of(Path(folder))
+    if is_for_code:
+        install(folder)
     importlib.invalidate_caches()  # the file may be newer than the folder listing Python keeps
     try:
-        if package not in sys.modules and package not in sys.stdlib_module_names:
+        if is_for_code and package not in {*sys.modules, *sys.stdlib_module_names}:
             _load_from(folder, package)
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -98,29 +98,6 @@ def users_line(error: BaseException) -> str:
     return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
-def is_users(path: str) -> bool:
-    """Whether a source file is the user's: not Python's, installed, or this package's."""
-    return not path.startswith("<") and not is_below(path, (PACKAGE, *python(), *installed()))
-
-
-def is_below(path: str, folders: Iterable[str]) -> bool:
-    return any(path == folder or path.startswith(f"{folder}{os.sep}") for folder in folders)
-
-
-@functools.cache
-def python() -> tuple[str, ...]:
-    """Return the folders of Python's own modules."""
-    return (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-
-
-@functools.cache
-def installed() -> tuple[str, ...]:
-    """Return the folders of installed packages."""
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    named = {p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")}
-    return tuple(sorted(paths | named))
-
-
 def shown_path(path: str) -> str:
     """Return a source file's path as messages show it: below the current folder without that."""
     with suppress(ValueError):
@@ -131,7 +108,9 @@ def shown_path(path: str) -> str:
 def _missing(key: str, dotted: str, module_name: str) -> ConfigError:
     here = Path.cwd()
     hint = suggest(module_name, (entry.stem for entry in here.glob("*.py")))
-    fix = f"run where {module_name.split('.')[0]} can be imported (now in {here})"
+    where = holder_of(here)
+    why = f"now in {here}" if not where else f"{where}: no modules are taken from there"
+    fix = f"run where {module_name.split('.')[0]} can be imported ({why})"
     if hint.startswith("did you mean"):
         fix = f"{hint} or {fix}"
     return _wrong(key, dotted, f"a module that can be found ({module_name} cannot)", fix)

@@ -48,9 +48,9 @@ class ByModule(LoadScopeScheduling):  # type: ignore[misc]
 @pytest.fixture(autouse=True)
 def users_modules_end_with_their_test(tmp_path: Path) -> Iterator[None]:
     """Two tests of one process may each write a `mine.py`: the second must not get the first's."""
-    paths = sys.path[:]
+    paths, finders = sys.path[:], sys.meta_path[:]
     yield
-    sys.path[:] = paths
+    sys.path[:], sys.meta_path[:] = paths, finders
     for name, module in list(sys.modules.items()):
         source = getattr(module, "__file__", None)
         if isinstance(source, str) and Path(source).is_relative_to(tmp_path):

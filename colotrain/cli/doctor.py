@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 
+from colotrain.cache_folder import cache_folder
 from colotrain.doctor import exchange, machine, network, nodes, storage
 from colotrain.doctor.finding import Environment, Finding, fail
 from colotrain.errors import UsageError, suggest
@@ -78,7 +79,6 @@ def read_environment(overrides: list[str]) -> Environment:
     """Return a description of this machine, and of the other nodes from `cluster` settings."""
     from colotrain.config.checks import check_head, split_address
     from colotrain.config.schema_cluster import Cluster
-    from colotrain.data.prepare.cache import cache_folder
     from colotrain.errors import ConfigError
     from colotrain.records import read
     from colotrain.runs.resolving import compose

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from colotrain.config.schema import Config
+from colotrain.current_folder import holder_of, run_around
 from colotrain.errors import Problem, suggest
 from colotrain.records import field_types, sections
 from colotrain.rundir import RunDir, regular
@@ -39,11 +40,15 @@ class Search:
     recipes: tuple[Path, ...]
     conf: tuple[Path, ...]
 
+    left_out: str = ""
+    """Why the current folder is not searched."""
+
     @staticmethod
     def at(cwd: Path) -> Search:
-        return Search(
-            recipes=(cwd / "recipes", shipped("recipes")), conf=(cwd / "conf", shipped("conf"))
-        )
+        recipes, conf = shipped("recipes"), shipped("conf")
+        if holder := holder_of(cwd):
+            return Search(recipes=(recipes,), conf=(conf,), left_out=holder)
+        return Search(recipes=(cwd / "recipes", recipes), conf=(cwd / "conf", conf))
 
     def find(self, config_path: str) -> Path | None:
         """Return the file of `GROUP/NAME`, or of the primary configuration."""
@@ -68,7 +73,7 @@ class Search:
 
     def with_recipes_of(self, folder: Path) -> Search:
         """Return a search with `folder` first: a recipe file may build on its neighbours."""
-        return Search(recipes=(folder, *self.recipes), conf=self.conf)
+        return replace(self, recipes=(folder, *self.recipes))
 
     def unknown(self, group: str, name: str, *, where: str = "") -> Problem:
         """Return the problem of a name without a file; `where` is the file that has the name."""
@@ -84,6 +89,8 @@ class Search:
             expected = "the name of a file" + (f" ({', '.join(known)})" if known else "")
         if others:
             fix = "did you mean " + " or ".join(f"{other}={name}" for other in others) + "?"
+        if self.left_out:
+            fix = f"{fix} ({self.left_out}: no recipes and conf files are taken from there)"
         return Problem(key=group, value=name, expected=expected + place, fix=fix)
 
     def _folders(self, group: str) -> list[Path]:
@@ -99,9 +106,9 @@ def recipe_names(cwd: Path | None = None) -> list[str]:
 def run_holding(file: Path) -> RunDir | None:
     """Return the run directory in which a file lies; None if it lies in none.
 
-    The current folder and those above it are the user's own: files in them count only if they
-    have the name of a run's configuration. A file of that name that is JSON, as `run` writes
-    it, counts anywhere.
+    The current folder and those above it are the user's own unless `run_around` says otherwise:
+    files in them count only if they have the name of a run's configuration. A file of that name
+    that is JSON, as `run` writes it, counts anywhere.
     """
     file, here = file.resolve(), Path.cwd()
     is_config = file.stem == RunDir(file.parent).config_file.stem
@@ -109,7 +116,7 @@ def run_holding(file: Path) -> RunDir | None:
         return RunDir(file.parent)
     for folder in file.parents:
         if here.is_relative_to(folder) and not (is_config and folder == file.parent):
-            return None
+            return RunDir(run) if (run := run_around(file.parent)) else None
         rundir = RunDir(folder)
         files = (rundir.plan_file, rundir.signature_file, rundir.launcher_file)
         if any(path.exists() for path in (*files, rundir.launcher_events, rundir.heartbeats)):

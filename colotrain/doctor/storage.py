@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from colotrain.cache_folder import FIX, is_shared, objection
 from colotrain.doctor.finding import Environment, Finding, fail, graded, ok, size, warn
 
 GIB = 1 << 30
@@ -111,5 +112,8 @@ def check_cache(env: Environment) -> Iterator[Finding]:
     except OSError as error:
         fix = "set COLOTRAIN_CACHE to a folder that you may write to"
         yield fail("cache", f"{folder} cannot be written ({error.strerror})", fix)
+        return
+    if folder == env.cache and not is_shared() and (why := objection(folder.stat())):
+        yield warn("cache", f"{folder} {why}: it is not read", FIX)
         return
     yield ok("cache", f"{env.cache} can be written")

@@ -50,7 +50,12 @@ def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
 
 
 class StopRequest:
-    """Receives requests to save and stop: a signal to this rank, or the run's control file."""
+    """Receives requests to save and stop: a signal to this rank, or the run's control file.
+
+    Processes that are forked from this rank (data loaders, the user's own) receive none for it.
+    """
+
+    REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self, rundir: RunDir) -> None:
         self.file = rundir.stop_file
@@ -58,18 +63,28 @@ class StopRequest:
         self.arrived, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # Python's own handlers run between two bytecodes, and a backward may take a minute
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in self.REQUESTS:
             signal.signal(number, self._on_signal)
+        os.register_at_fork(after_in_child=self._leave)
         for number in (signal.SIGINT, signal.SIGHUP):  # the launcher handles these
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: object) -> None:
         self.signal = signal.Signals(number).name
 
+    def _leave(self) -> None:
+        """In a forked process, let signals act as usual, and none of them reach the rank's pipe."""
+        signal.set_wakeup_fd(-1)
+        for number in self.REQUESTS:
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL)
+
     def __call__(self) -> str | None:
         with suppress(BlockingIOError):
-            for number in os.read(self.arrived, 64):
-                self._on_signal(number, None)
+            while numbers := os.read(self.arrived, 4096):  # of all signals that have a handler
+                for number in self.REQUESTS:
+                    if number in numbers:
+                        self._on_signal(number, None)
         return self.signal or ("asked to stop" if self.file.exists() else None)
 
 

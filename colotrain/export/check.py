@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from colotrain.current_folder import places_of_code
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.conversations import trained_template
 from colotrain.data.prepare.tokens import decode, prepare_all
@@ -176,7 +177,7 @@ def _refuse(plan: RunPlan, kind: str) -> None:
 def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: str) -> _Question:
     step, notes = step_of(checkpoint), list[str]()
     # not the call that the directory names, which may be anybody's
-    request = _request(folder, kind) | call_of(plan.model) | {"import_from": [str(Path.cwd())]}
+    request = _request(folder, kind) | call_of(plan.model) | {"import_from": places_of_code()}
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")
     loader = evaluation_loader(plan)

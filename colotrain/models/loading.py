@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
-from colotrain.dotted import described, import_target, is_users, shown_path
+from colotrain.dotted import described, import_target, shown_path
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
 from colotrain.models.allocating import Allocates, KeepsEscaped
@@ -28,6 +28,7 @@ from colotrain.models.llm import LLM
 from colotrain.models.seeding import seed_all, seeded
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import storage_id, uncompiled_
+from colotrain.user_modules import is_users
 
 INIT_WEIGHTS = "init_weights"
 """Method of a model that sets its parameters."""

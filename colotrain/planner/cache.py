@@ -18,13 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from colotrain.data.prepare.cache import cache_folder
-from colotrain.dotted import PACKAGE
+from colotrain import cache_folder
 from colotrain.errors import ConfigError
 from colotrain.planner.dependencies import Dependencies, installation
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import write_atomically
 from colotrain.spec.plan import ModelPlan
+from colotrain.user_modules import PACKAGE
 
 SURVEY_MODULE = "colotrain.planner.traced.survey"
 MOST_KEPT = 500
@@ -45,18 +44,16 @@ def cached(
     modules = (SURVEY_MODULE, model.target.partition(":")[0])
     known = [cls.__name__, to_plain(model), to_plain(about), os.getcwd(), *_version(modules)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-    file = cache_folder() / "estimates" / f"{digest}.json"
     with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-        document = json.loads(file.read_text("utf-8"))
+        document = cache_folder.read("estimates", f"{digest}.json")
         if from_plain(Dependencies, document["dependencies"]).are_unchanged():
             return from_plain(cls, document["found"])
     found, dependencies = compute()
     if dependencies is not None:
         document = {"dependencies": to_plain(dependencies), "found": to_plain(found)}
-        with suppress(OSError):  # a cache that cannot be written is no reason to fail
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _make_room(file.parent)
-            write_atomically(file, json.dumps(document))
+        cache_folder.write("estimates", f"{digest}.json", json.dumps(document))
+        with suppress(OSError):
+            _make_room(cache_folder.subfolder("estimates", make=False))
     return found
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from colotrain.dotted import installed, is_below, is_users, python
+from colotrain.current_folder import places_of_code
+from colotrain.user_modules import installed, is_below, is_users, python
 
 SYSTEM = ("/proc", "/sys", "/dev")
 MOST_NOTED = 2000
@@ -58,7 +59,9 @@ class Dependencies:
         parent = name.rpartition(".")[0]
         if parent and parent not in self.modules:  # the parent's folder is not known
             return True
-        inside = [str(Path(self.modules[parent]).parent)] if parent else [os.getcwd(), *sys.path]
+        inside = (
+            [str(Path(self.modules[parent]).parent)] if parent else [*places_of_code(), *sys.path]
+        )
         spec = PathFinder.find_spec(name, inside)
         return spec is not None and spec.origin == file
 

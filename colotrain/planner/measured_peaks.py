@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
-from colotrain.data.prepare.cache import cache_folder
+from colotrain import cache_folder
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, around
 from colotrain.records import to_plain
-from colotrain.rundir import write_atomically
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plan import DataPlan, ModelPlan, TrainPlan
@@ -65,16 +62,13 @@ def shape_of(
 
 def remember(shape: str, measured_bytes: int) -> None:
     """Store the measured peak of the rank with the highest."""
-    with suppress(OSError):  # a cache that cannot be written is no reason to fail
-        file = _file(shape)
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"peak_bytes": measured_bytes}))
+    cache_folder.write("peaks", f"{shape}.json", json.dumps({"peak_bytes": measured_bytes}))
 
 
 def recall(shape: str) -> int | None:
     """Measured peak of an earlier run of this shape, in bytes; None if there is none."""
     try:
-        found = json.loads(_file(shape).read_text("utf-8"))["peak_bytes"]
+        found = cache_folder.read("peaks", f"{shape}.json")["peak_bytes"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, int) and found > 0 else None
@@ -91,7 +85,3 @@ def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
     beside = estimate.peak.high - around(estimate.breakdown.total, exact=0).high
     peak = around(breakdown.total, exact=exact, share=RANGE, beside=max(0, beside))
     return Estimate(breakdown=breakdown, peak=peak)
-
-
-def _file(shape: str) -> Path:
-    return cache_folder() / "peaks" / f"{shape}.json"

@@ -11,17 +11,14 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from colotrain.data.prepare.cache import cache_folder
+from colotrain import cache_folder
 from colotrain.errors import ConfigError
 from colotrain.planner.hardware import Costs, Hardware, typical_cpu
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import write_atomically
 
 VERSION = 11
 """Version of the cases and their evaluation; measurements of other versions are ignored."""
@@ -88,23 +85,20 @@ def hardware_of(found: Measurement) -> Hardware:
 def known(*, cores: int, ranks: int, precision: str) -> Measurement | None:
     """The stored measurement of this machine, or None."""
     try:
-        text = _file(cores, ranks, precision).read_text("utf-8")
-        return from_plain(Measurement, json.loads(text))
+        return from_plain(Measurement, cache_folder.read("rates", _file(cores, ranks, precision)))
     except (OSError, ValueError, ConfigError):
         return None
 
 
 def remember(found: Measurement, *, cores: int, ranks: int, precision: str) -> None:
-    file = _file(cores, ranks, precision)
-    with suppress(OSError):  # a cache that cannot be written is no reason to fail
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(to_plain(found), indent=1))
+    text = json.dumps(to_plain(found), indent=1)
+    cache_folder.write("rates", _file(cores, ranks, precision), text)
 
 
-def _file(cores: int, ranks: int, precision: str) -> Path:
+def _file(cores: int, ranks: int, precision: str) -> str:
     about: list[Any] = [VERSION, platform.node(), cores, metadata.version("torch")]
     digest = hashlib.sha256(json.dumps([*about, ranks, precision]).encode()).hexdigest()[:16]
-    return cache_folder() / "rates" / f"{digest}.json"
+    return f"{digest}.json"
 
 
 def guess(*, threads: int, precision: str) -> dict[str, float]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib.util
 import inspect
@@ -51,3 +56,38 @@ def test_optimizers_and_meta_tensors_do_not_load_the_compiler_and_compiling_does
     assert first == "False"
     assert second == "True ['eager', 'eager'] True"
     assert third == "True True"
+
+
+FOLDERS = """
+import os, sys
+import torch
+from colotrain.launch.server.compiler import postpone_compiler
+
+postpone_compiler()
+print(os.listdir("."))
+torch.compile(torch.sin, backend="eager")(torch.ones(3))
+from torch._inductor.codecache import _HEADER_DIR, cache_dir
+print(cache_dir())
+print(_HEADER_DIR)
+"""
+
+
+@pytest.mark.parametrize("chosen", ["", "mine"])
+def test_compiled_code_is_in_a_folder_of_the_users_alone(tmp_path: Path, chosen: str) -> None:
+    variables = {"COLOTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    if chosen:
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / chosen)
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    command = [sys.executable, "-c", FOLDERS]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    before, folder, headers = done.stdout.splitlines()
+    assert before == "[]"  # nothing is made where nothing is compiled
+    expected = tmp_path / chosen if chosen else tmp_path / "cache" / "compiled"
+    assert Path(folder) == expected
+    assert Path(headers).is_relative_to(expected)
+    if not chosen:
+        assert expected.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "cache").exists() == (not chosen)

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from colotrain.cache_folder import cache_folder
 from colotrain.data.prepare import cache as cache_module
-from colotrain.data.prepare.cache import cache_folder
 from colotrain.data.prepare.tokens import Prepared, is_prepared, prepare, prepare_all
 from colotrain.errors import ColotrainError
 from colotrain.spec.plan import DataPlan, PartPlan
@@ -309,14 +309,13 @@ def test_a_filesystem_without_locks_says_what_to_set(
 
 @pytest.mark.parametrize(("mode", "left"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644)])
 def test_tokens_are_read_by_nobody_who_could_not_read_the_text(
-    corpus: Path, cache: Path, mode: int, left: int
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, mode: int, left: int
 ) -> None:
-    before = os.umask(0o022)
-    try:
-        sorted(corpus.iterdir())[3].chmod(mode)
-        prepare(plan_of(corpus))
-    finally:
-        os.umask(before)
+    cache.mkdir()
+    cache.chmod(0o755)
+    monkeypatch.setenv("COLOTRAIN_CACHE_SHARED", "1")
+    sorted(corpus.iterdir())[3].chmod(mode)
+    prepare(plan_of(corpus))
     [entry] = (cache / "tokens").iterdir()
     assert {path.stat().st_mode & 0o777 for path in entry.iterdir()} == {left}
     assert entry.stat().st_mode & 0o077 == {0o600: 0, 0o640: 0o050, 0o644: 0o055}[mode]

@@ -213,3 +213,28 @@ def test_the_server_of_workers_is_started_with_their_environment(
     forkserver.warm_up()
     assert started.wait(10)
     assert found[0].items() >= forkserver.environment().items()
+
+
+LISTENS = """
+import multiprocessing, os, signal, sys, time
+from colotrain.engine.process import StopRequest
+from colotrain.rundir import RunDir
+
+stop = StopRequest(RunDir("run"))
+signal.signal(signal.SIGCHLD, lambda *_: None)  # as torch's DataLoader does
+context = multiprocessing.get_context("fork")
+child = context.Process(target=time.sleep, args=(60,))
+child.start()
+time.sleep(0.2)  # until it sleeps
+child.terminate()
+child.join(20)
+print(child.exitcode, stop())
+os.kill(os.getpid(), signal.SIGUSR1)
+print(stop())
+"""
+
+
+def test_a_child_that_ends_or_is_ended_is_no_request_to_stop_its_rank() -> None:
+    command = [sys.executable, "-c", LISTENS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n") == ["-15 None", "SIGUSR1", ""], done.stderr

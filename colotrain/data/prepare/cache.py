@@ -15,46 +15,60 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from colotrain import cache_folder
 from colotrain.data.prepare.corpora import Progress
 from colotrain.errors import ColotrainError
-from colotrain.rundir import write_atomically
+from colotrain.rundir import read_json, write_atomically
 
 WAIT_S = 1800
 POLL_S = 0.05
-
-
-def cache_folder() -> Path:
-    """Return `$COLOTRAIN_CACHE`, else `$XDG_CACHE_HOME/colotrain`, else `~/.cache/colotrain`."""
-    if own := os.environ.get("COLOTRAIN_CACHE"):
-        return Path(own).expanduser().absolute()
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(shared).expanduser().absolute() / "colotrain"
 
 
 class Cache:
     """Paths of the cache, with look-up, locks and publishing of entries."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path.absolute() if path else cache_folder()
+        self.path = cache_folder.usable_folder(path.absolute() if path else None)
 
     def entry(self, key: str) -> Path:
         return self.path / "tokens" / key
 
+    def is_trusted(self, key: str) -> bool:
+        """Whether no other user can have written an entry, unless the cache is shared with them."""
+        self._folder("tokens", make=False)
+        return cache_folder.are_own(self.entry(key))
+
+    def readers(self, files: Iterable[Path]) -> int:
+        """Return who in a shared cache may read all of the files: 0o040 the group, 0o004 others."""
+        group, readers = self._folder("tokens").stat().st_gid, 0o044
+        for about in (path.stat() for path in files):
+            others = about.st_mode & 0o004
+            readers &= about.st_mode if about.st_gid == group else others | others << 3
+        return readers
+
+    def key_for(self, content: str, readers: int) -> str:
+        """Return a content's key, of one's own where not all who share the cache may read it."""
+        shared = cache_folder.shared_bits(self._folder("tokens"))
+        return f"{content}-{os.geteuid()}" if shared & 0o044 & ~readers else content
+
     def recall(self, fingerprint: str) -> dict[str, Any] | None:
         """Return the answer that `remember` stored for this fingerprint, or None."""
         try:
-            found = json.loads(self._index(fingerprint, "json").read_text("utf-8"))
+            file = self._folder("index", make=False) / f"{fingerprint}.json"
+            found = read_json(file, cache_folder.open_own)
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None
 
     def remember(self, fingerprint: str, answer: dict[str, Any]) -> None:
-        write_atomically(self._index(fingerprint, "json"), json.dumps(answer))
+        path = self._index(fingerprint, "json")
+        write_atomically(path, json.dumps(answer))
+        cache_folder.set_mode(path)
 
     @contextmanager
     def lock(self, fingerprint: str, report: Progress) -> Iterator[None]:
@@ -63,8 +77,8 @@ class Cache:
         The lock is `flock`'s, which is released when its holder dies for any reason.
         """
         path = self._index(fingerprint, "lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+") as file:
+            cache_folder.set_mode(path)
             _wait(file.fileno(), path, report)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -75,24 +89,21 @@ class Cache:
     def publish(self, fingerprint: str, key: str, *, readers: int = 0o044) -> Iterator[Path]:
         """Yield a folder that becomes `entry(key)` when the block ends without an error.
 
-        Other users may read it as far as `readers` (bits of a file's mode) and the umask allow.
+        Other users of a shared cache may read it as far as `readers` (bits of a file's mode) allow.
         The caller must hold the fingerprint's lock: files of a killed holder are removed first.
         """
         self._sweep()
-        work, entry = self.path / "making" / fingerprint, self.entry(key)
+        making, entry = self._folder("making"), self._folder("tokens") / key
+        work = making / f"{fingerprint}-{os.geteuid()}"
         shutil.rmtree(work, ignore_errors=True)
-        work.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir()
-        of_folder = work.stat().st_mode & (readers | readers >> 2)
-        work.chmod(0o700)  # no other user reads it before it is finished
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        cache_folder.set_mode(work, shared=0)  # no other user reads it before it is finished
+        shared = cache_folder.shared_bits(entry.parent) & (readers >> 2) * 0o7
         try:
             yield work
             for path in (*work.iterdir(), work):
-                if path.is_file():
-                    path.chmod(0o600 | path.stat().st_mode & readers)
+                cache_folder.set_mode(path, shared=shared)
                 _sync(path)
-            work.chmod(0o700 | of_folder)
             _rename(work, entry)
             _sync(entry.parent)
         finally:
@@ -100,20 +111,21 @@ class Cache:
 
     def discard(self, key: str) -> None:
         """Remove a damaged entry at once, so that no reader sees a part of it."""
-        making = self.path / "making"
-        making.mkdir(parents=True, exist_ok=True)
-        grave = making / f"{key}-{os.getpid()}"
+        grave = self._folder("making") / f"{key}-{os.getpid()}"
         if self.entry(key).exists():
             os.rename(self.entry(key), grave)
             shutil.rmtree(grave, ignore_errors=True)
 
     def _index(self, fingerprint: str, ending: str) -> Path:
-        return self.path / "index" / f"{fingerprint}.{ending}"
+        return self._folder("index") / f"{fingerprint}.{ending}"
+
+    def _folder(self, name: str, *, make: bool = True) -> Path:
+        return cache_folder.subfolder(name, top=self.path, make=make)
 
     def _sweep(self) -> None:
         """Remove unfinished folders of dead processes, whose locks are free."""
         for work in (self.path / "making").glob("*"):
-            lock = self._index(work.name, "lock")
+            lock = self._index(work.name.partition("-")[0], "lock")
             if not lock.exists():
                 shutil.rmtree(work, ignore_errors=True)
                 continue

@@ -94,18 +94,18 @@ def prepare_shards(
     separator token (a 0 byte for `bytes`); the last text file has none.
     Raises `ConfigError` for data that cannot be used; memory stays bounded.
     """
-    store, report = Cache(cache), progress or (lambda what, done, total: None)
+    report = progress or (lambda what, done, total: None)
     if wrong := check_tokenizer(plan.tokenizer):
         expected = "bytes, bpe-SIZE, or the path of a tokenizer.json"
         problem = Problem(key="data.tokenizer", value=plan.tokenizer, expected=expected, fix=wrong)
         raise ConfigError([problem])
     try:
-        found = find_sources(plan)
+        store, found = Cache(cache), find_sources(plan)
         if found.family == "tokens":
             return open_token_files(plan, found.files, store, report, salt=str(FORMAT))
         return [_prepare(plan, found, store, report)]
     except OSError as error:
-        fix = f"make the data readable and {store.path} writable (or set COLOTRAIN_CACHE)"
+        fix = "make the data readable and the cache writable (or set COLOTRAIN_CACHE)"
         raise ColotrainError(f"the data cannot be prepared: {error}", fix) from error
 
 
@@ -165,11 +165,13 @@ def _prepare(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> 
         is_text = found.family == "text"
         chosen = corpora.text_files(files) if is_text else list(files)
         write = _write_entry if is_text else tokenising.write_records
-        key = corpora.content_key([*own, *chosen], salt, report)
+        content = corpora.content_key([*own, *chosen], salt, report)
+        readers = store.readers(file.path for file in files)
+        key = store.key_for(content, readers)
         with store.lock(f"of-{key}", report):  # the same content may be prepared under another path
-            if not read_entry(store.entry(key)):
+            if not _entry(store, key):
                 store.discard(key)
-                with store.publish(fingerprint, key, readers=readers_of(files)) as work:
+                with store.publish(fingerprint, key, readers=readers) as work:
                     write(work, plan, chosen, report)
                     note_shared_documents(work)
                     if corpora.fingerprint([*own, *files], salt) != fingerprint:
@@ -179,14 +181,6 @@ def _prepare(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> 
         made = _find(store, fingerprint)
     assert made is not None, f"{store.entry(key)} was not left whole"
     return made
-
-
-def readers_of(files: Sequence[DataFile]) -> int:
-    """Bits of a file's mode: whether group and others may read all of the files."""
-    readers = 0o044
-    for file in files:
-        readers &= file.path.stat().st_mode
-    return readers
 
 
 def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
@@ -210,11 +204,15 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
 
 def _find(store: Cache, fingerprint: str) -> Prepared | None:
     known = store.recall(fingerprint)
-    found = read_entry(store.entry(str(known.get("key")))) if known else None
+    found = _entry(store, str(known.get("key"))) if known else None
     if known and found and (unread := known.get("unread")):
         notes = (Note(text=f"not read, because no text: {unread}"), *found.notes)
         return dataclasses.replace(found, notes=notes)
     return found
+
+
+def _entry(store: Cache, key: str) -> Prepared | None:
+    return read_entry(store.entry(key)) if store.is_trusted(key) else None
 
 
 def _write_entry(work: Path, plan: DataPlan, files: Sequence[DataFile], report: Progress) -> None:

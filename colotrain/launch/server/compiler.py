@@ -10,13 +10,17 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COMPILER = "torch._dynamo"
+from colotrain import cache_folder
+
+COMPILER, FOLDER = "torch._dynamo", "TORCHINDUCTOR_CACHE_DIR"
 WITHOUT_EFFECT: dict[str, Any] = {
     "graph_break": lambda: None,  # in every optimizer step
     "trace_rules": types.SimpleNamespace(clear_lru_cache=lambda: None),  # in `init_process_group`
@@ -54,7 +58,26 @@ class Postponed(types.ModuleType):
             if name in WITHOUT_EFFECT:
                 return WITHOUT_EFFECT[name]
             del sys.modules[COMPILER]
+            load_compiler()
         return getattr(importlib.import_module(COMPILER), name)
+
+
+def load_compiler() -> None:
+    """Import the compiler, and let it write and load code in a folder of this user's alone.
+
+    torch's own is one in /tmp whose name is known, which another user can make beforehand. A
+    folder that the user chose stays; headers are then there, too, unlike with torch.
+    """
+    if FOLDER not in os.environ:
+        try:
+            os.environ[FOLDER] = str(cache_folder.subfolder("compiled", for_code=True))
+        except OSError:  # there is no cache: the code is compiled in each launch
+            os.environ[FOLDER] = tempfile.mkdtemp(prefix="colotrain-compiled-")
+    importlib.import_module(COMPILER)
+    for name in ("cache_dir_utils", "runtime_utils"):
+        module: Any = importlib.import_module(f"torch._inductor.runtime.{name}")
+        assert hasattr(module, "default_cache_dir"), "torch keeps headers elsewhere"
+        module.default_cache_dir = lambda: os.environ[FOLDER]
 
 
 def postpone_compiler() -> None:
