@@ -384,7 +384,9 @@ class _StepSimulation:
         sharded = ("gradients", group.name)
         if sharded not in self.allocations.alive:
             num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
-            self.allocations.begin(sharded, "gradients", num_bytes, pieces=pieces)
+            self.allocations.begin(
+                sharded, "gradients", num_bytes, pieces=pieces, after_backward=True
+            )
         self.allocations.end(*whole)
 
     def _keep(self, group: Group, fresh: list[object]) -> None:
