@@ -53,10 +53,12 @@ class AllocationCounter:
         *,
         lasts: bool = False,
         pieces: int = 1,
+        after_backward: bool = False,
     ) -> None:
         """Count an allocation of `num_bytes`, in `pieces` tensors.
 
-        With `lasts` it lives as long as the run, in its own pages.
+        With `lasts` it lives as long as the run, in its own pages. `after_backward`: it is made
+        while small objects of the backward through a group are alive between freed activations.
         """
         if num_bytes <= 0:
             return
@@ -66,7 +68,7 @@ class AllocationCounter:
         if is_in_heap:
             self.pieces[key] = pieces
             for piece in range(pieces):
-                self.heap.take((key, piece), num_bytes // pieces)
+                self.heap.take((key, piece), num_bytes // pieces, in_one=after_backward)
         if is_in_heap and self.in_backward:
             self.made[key] = num_bytes
             self.made_bytes += num_bytes

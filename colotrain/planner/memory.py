@@ -381,10 +381,10 @@ class _StepSimulation:
 
     def _sum(self, group: Group, whole: list[object]) -> None:
         """Sum gradients as `engine.shm.reduce_scatter`: into new tensors, or into existing ones."""
-        sharded = ("gradients", group.name)
-        if sharded not in self.allocations.alive:
-            num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
-            self.allocations.begin(sharded, "gradients", num_bytes, pieces=pieces)
+        key, pieces = ("gradients", group.name), group.trained_pieces
+        if key not in self.allocations.alive:
+            size, begin = group.reduced_bytes // self.layout.shard, self.allocations.begin
+            begin(key, "gradients", size, pieces=pieces, after_backward=True)
         self.allocations.end(*whole)
 
     def _keep(self, group: Group, fresh: list[object]) -> None:

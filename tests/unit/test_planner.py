@@ -388,6 +388,45 @@ def test_free_neighbours_merge_in_the_heap_and_the_smallest_that_does_is_taken()
     assert heap.extent > reached
 
 
+def test_a_tensor_in_one_needs_a_free_part_that_a_single_tensor_left() -> None:
+    heap, size = Heap(), 1 << 16
+    for key, times in (("a", 1), ("b", 1), ("c", 1), ("large", 4), ("last", 1)):
+        heap.take(key, times * size)
+    reached = heap.extent
+    for key in ("a", "b", "c"):
+        heap.give(key)
+    heap.take("sum", 2 * size, in_one=True)
+    assert heap.placed["sum"][0] == reached
+    heap.take("activation", 2 * size)
+    assert heap.placed["activation"][0] == 0
+    reached = heap.extent
+    heap.give("large")
+    heap.take("smaller", 3 * size, in_one=True)
+    assert heap.extent == reached
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_the_sums_of_a_group_are_one_tensor_made_after_its_backward(
+    accumulation_steps: int,
+) -> None:
+    made, looked, found = Counter[str](), looked_at(), traced()
+    asked = layout(
+        "zero2", 2, device="cpu", shared_memory=True, accumulation_steps=accumulation_steps
+    )
+
+    class Noting(Heap):
+        def take(self, key: Any, num_bytes: int, *, in_one: bool = False) -> None:
+            if in_one:
+                (_, group), piece = key
+                assert (num_bytes, piece) == (groups[group].trained_shard_bytes, 0)
+                made[group] += 1
+
+    groups, allocations = find(looked, found, asked), AllocationCounter(on_cpu=True)
+    allocations.heap = Noting()
+    _StepSimulation(asked, looked, found, allocations).run()
+    assert made == Counter(2 * list(groups))  # once in each step
+
+
 def test_large_tensors_give_their_pages_back() -> None:
     allocations = AllocationCounter(on_cpu=True)
     for name in ("first", "second"):
