@@ -132,7 +132,7 @@ class Turns:
 
 def take_turns(model, step: int) -> None:  # type: ignore[no-untyped-def]
     """Called in every step; the first puts `Turns` in place."""
-    from colotrain.engine.checkpoint.saving import Saver
+    from colotrain.engine.state.saving import Saver
 
     if not getattr(Saver.begin, "takes_turns", False):
         turns = Turns(Saver.begin)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from colotrain import resolve
-from colotrain.engine.process import StopRequest, connect
+from colotrain.engine.comms.process import StopRequest, connect
 from colotrain.engine.step.recording import StepRecords
 from colotrain.engine.step.train import train
 from colotrain.engine.worker import announce, prepare

@@ -22,14 +22,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.comms.all_gather import Channel
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients import gradients
+from colotrain.engine.gradients.accumulation import StepTotals, accumulate
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import materialise_, shard_
-from colotrain.engine.shm.all_gather import Channel
-from colotrain.engine.shm.transport import SharedAllGather, install
+from colotrain.engine.sharding.transport import SharedAllGather, install
 from colotrain.models.loading import build
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import RunPlan

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.state.dcp_json import JsonIndexReader, read_index
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:

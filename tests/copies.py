@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.addresses import LOOPBACK, listen
-from colotrain.engine import exchange
-from colotrain.engine.checkpoint.buddy import Buddy
-from colotrain.engine.checkpoint.manifest import Manifest
-from colotrain.engine.checkpoint.memory_copy import MemoryCopies
-from colotrain.engine.checkpoint.memory_file import MemoryFile
+from colotrain.engine.comms import exchange
 from colotrain.engine.parts.part_map import Part, PartMap
+from colotrain.engine.state.buddy import Buddy
+from colotrain.engine.state.manifest import Manifest
+from colotrain.engine.state.memory_copy import MemoryCopies
+from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.spec import axes
 from colotrain.spec.elastic import CopyPlaces, MemoryCopyPlan

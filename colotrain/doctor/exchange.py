@@ -85,7 +85,7 @@ def time_all_reduce(store: Any, host: str, rank: int, world: int) -> dict[str, o
     import torch
     import torch.distributed as dist
 
-    from colotrain.engine.process import choose_interface
+    from colotrain.engine.comms.process import choose_interface
 
     choose_interface(host)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
@@ -101,7 +101,7 @@ def time_all_reduce(store: Any, host: str, rank: int, world: int) -> dict[str, o
 
 
 def main(words: list[str]) -> int:
-    from colotrain.engine.process import loopback_store
+    from colotrain.engine.comms.process import loopback_store
 
     port, rank = map(int, words)
     store = loopback_store(port, is_master=rank == 0, timeout=TIMEOUT)

@@ -21,32 +21,32 @@ from colotrain.data.prepare.identity import files_in_place
 from colotrain.data.prepare.tokens import prepare_all
 from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples, notes_of
-from colotrain.engine.agreement import check_alike
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.build.transforms import Build, transform_
-from colotrain.engine.checkpoint import checkpoint, memory_state
-from colotrain.engine.checkpoint.beside import BesideGradients
-from colotrain.engine.checkpoint.choosing import choose_checkpoint, names_to_restore
-from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
-from colotrain.engine.checkpoint.saving import Saver
-from colotrain.engine.checkpoint.sources import sources_of
-from colotrain.engine.checkpoint.whole_copy import WholeCopy
+from colotrain.engine.comms.agreement import check_alike
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.comms.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.gradients import gradients
-from colotrain.engine.gradients.statistics import describe_parameters
-from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
+from colotrain.engine.model.precision import LossScale
+from colotrain.engine.model.probes import own_log
 from colotrain.engine.offload import page_locked
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
-from colotrain.engine.precision import LossScale
-from colotrain.engine.probes import own_log
-from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
-from colotrain.engine.references import add_references_
-from colotrain.engine.run_state import Run, Stop, Targets
+from colotrain.engine.state import checkpoint, memory_state
+from colotrain.engine.state.beside import BesideGradients
+from colotrain.engine.state.choosing import choose_checkpoint, names_to_restore
+from colotrain.engine.state.memory_copy import Copied, MemoryCopies
+from colotrain.engine.state.run_state import Run, Stop, Targets
+from colotrain.engine.state.saving import Saver
+from colotrain.engine.state.sources import sources_of
+from colotrain.engine.state.whole_copy import WholeCopy
 from colotrain.engine.step import monitor
+from colotrain.engine.step.inputs import first_micro_batch, import_targets, open_loaders
 from colotrain.engine.step.recording import record_failure, record_peak_flops
+from colotrain.engine.step.references import add_references_
+from colotrain.engine.step.statistics import describe_parameters
+from colotrain.engine.step.targets import agree_on_targets
+from colotrain.engine.step.teacher import ask_teacher_
 from colotrain.engine.step.train import train
-from colotrain.engine.targets import agree_on_targets
-from colotrain.engine.teacher import ask_teacher_
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted

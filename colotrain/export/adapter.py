@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.engine.checkpoint.checkpoint import step_of
-from colotrain.engine.freezing import freeze_, names_of
+from colotrain.engine.model.freezing import freeze_, names_of
+from colotrain.engine.state.checkpoint import step_of
 from colotrain.errors import UsageError
 from colotrain.export.job import Job, converted, on_meta
 from colotrain.export.prompting import complete_prompting

@@ -26,8 +26,8 @@ from colotrain.current_folder import places_of_code
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.conversations import trained_template
 from colotrain.data.prepare.tokens import decode, prepare_all
-from colotrain.engine.checkpoint.checkpoint import step_of
-from colotrain.engine.checkpoint.manifest import read_manifest
+from colotrain.engine.state.checkpoint import step_of
+from colotrain.engine.state.manifest import read_manifest
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Evaluation
 from colotrain.events.log import event_files, read

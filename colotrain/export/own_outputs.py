@@ -20,7 +20,7 @@ from colotrain.data.read.loader import (
     planned_order,
 )
 from colotrain.data.read.samples import rest_of
-from colotrain.engine.freezing import names_of
+from colotrain.engine.model.freezing import names_of
 from colotrain.export.reader import is_logits, weighted
 from colotrain.export.source import CheckpointTensors
 from colotrain.models import adapters

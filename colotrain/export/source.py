@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from colotrain.engine.checkpoint.checkpoint import step_of
-from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
-from colotrain.engine.checkpoint.manifest import complete, damage, read_manifest
+from colotrain.engine.state.checkpoint import step_of
+from colotrain.engine.state.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.state.manifest import complete, damage, read_manifest
 from colotrain.errors import UsageError
 from colotrain.export.stream import Entry
 from colotrain.rundir import RunDir

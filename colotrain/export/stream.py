@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colotrain.engine.raw_bytes import bytes_of
+from colotrain.engine.comms.raw_bytes import bytes_of
 from colotrain.models.stored import INDEX, SINGLE
 
 NAMES = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
-from colotrain.engine.freezing import names_of
+from colotrain.engine.model.freezing import names_of
 from colotrain.errors import UsageError
 from colotrain.export.job import Job, on_meta
 from colotrain.export.stream import Entry

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.checkpoint.checkpoint import step_of
+from colotrain.engine.state.checkpoint import step_of
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.export import llama
 from colotrain.export.adapter import write_peft

@@ -4,7 +4,7 @@ Each node of a round keeps the copies of the next one's ranks, and the last node
 first, beside its own. Ranks send a copy as soon as they have made it, and go on once it is kept.
 Where ranks begin with other nodes than before, they read what they need of any copy, those of this
 launcher's own ranks included. A copy that was not received whole fails its own checksums
-(`engine.checkpoint.memory_file`).
+(`engine.state.memory_file`).
 """
 
 from __future__ import annotations

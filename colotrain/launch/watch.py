@@ -39,7 +39,7 @@ def _file_of(module: str) -> str:
     return module.replace(".", "/") + ".py"
 
 
-COLLECTIVES = ("torch/distributed/", _file_of("colotrain.engine.shm.shared_memory"))
+COLLECTIVES = ("torch/distributed/", _file_of("colotrain.engine.comms.shared_memory"))
 MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker"))
 
 

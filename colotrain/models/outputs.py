@@ -17,7 +17,7 @@ COUNT = "num_targets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRule:
-    """Which labels a mean loss is the mean of; `engine.loss_trial` finds it."""
+    """Which labels a mean loss is the mean of; `engine.step.loss_trial` finds it."""
 
     entry: str = "labels"
     """Entry of a batch with the labels; where there is none, each sample is a target."""

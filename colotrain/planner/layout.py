@@ -42,7 +42,7 @@ class Layout:
     """Whether the ranks of a shard group exchange through shared memory (CPU, one host)."""
     uses_shards: bool = False
     """Whether a rank computes with its shards where their dtype allows it, because they are whole
-    and stay where they are (`engine.shm.shared_parameters`)."""
+    and stay where they are (`engine.sharding.shared_parameters`)."""
     chunk_bytes: int | None = None
     split_blocks: bool = False
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes of the memory that a rank shares with neighbouring stages, as `engine.shm.link`."""
+        """Bytes of memory that a rank shares with neighbouring stages (`engine.comms.link`)."""
         ends = (self.stage == 0) + (self.stage == self.stages - 1)
         slots = NUM_SLOTS * (2 - ends)
         if ends == 1 and self.stage_chunks > 1:
@@ -90,12 +90,12 @@ class Layout:
 
     @property
     def is_single_rank(self) -> bool:
-        """Whether there is one rank: `engine.shm.reduce_scatter` copies only gradients it casts."""
+        """Whether there is one rank: `sharding.reduce_scatter` copies only gradients it casts."""
         return self.shard == self.replicas == 1
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether no parameter is gathered, as in `engine.shm.shared_parameters`."""
+        """Whether no parameter is gathered, as in `engine.sharding.shared_parameters`."""
         return (self.shared_memory or self.uses_shards) and self.precision == "fp32"
 
 

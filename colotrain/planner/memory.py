@@ -380,7 +380,7 @@ class _StepSimulation:
         self.allocations.end(*gone)
 
     def _sum(self, group: Group, whole: list[object]) -> None:
-        """Sum gradients as `engine.shm.reduce_scatter`: into new tensors, or into existing ones."""
+        """Sum gradients as `sharding.reduce_scatter`: into new tensors, or into existing ones."""
         key, pieces = ("gradients", group.name), group.trained_pieces
         if key not in self.allocations.alive:
             size, begin = group.reduced_bytes // self.layout.shard, self.allocations.begin

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.config.stores import is_address
-from colotrain.engine.checkpoint.manifest import (
+from colotrain.engine.state.manifest import (
     MANIFEST,
     Manifest,
     check_batch,

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from colotrain.config.stores import check_address, is_address, run_address
-from colotrain.engine.checkpoint.manifest import (
+from colotrain.engine.state.manifest import (
     MANIFEST,
     complete,
     damage,

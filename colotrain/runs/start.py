@@ -299,7 +299,7 @@ def _made_no_step(events: EventReader) -> bool:
 
 def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:
     """Return how to continue a run that ended early."""
-    from colotrain.engine.checkpoint.manifest import complete
+    from colotrain.engine.state.manifest import complete
 
     command = f"`colotrain resume {rundir.argument}`"
     if saved := complete(rundir.checkpoints):

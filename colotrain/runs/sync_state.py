@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from colotrain import signatures
-from colotrain.engine.checkpoint.manifest import MANIFEST
+from colotrain.engine.state.manifest import MANIFEST
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir, read_json

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
-from colotrain.engine.checkpoint.manifest import (
+from colotrain.engine.state.manifest import (
     MANIFEST,
     Manifest,
     checksum_of,

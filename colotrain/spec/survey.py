@@ -80,7 +80,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossStudy:
-    """What forwards in one process found of a loss (`engine.loss_trial`)."""
+    """What forwards in one process found of a loss (`engine.step.loss_trial`)."""
 
     ignore_index: int | None = -100
     """Label that does not count; None: all labels count."""

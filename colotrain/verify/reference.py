@@ -29,8 +29,8 @@ from colotrain.data.read.loader import (
     read_batch,
 )
 from colotrain.dotted import import_target
-from colotrain.engine.generators import states
-from colotrain.engine.loss_trial import MOST_SAMPLES, examine
+from colotrain.engine.model.generators import states
+from colotrain.engine.step.loss_trial import MOST_SAMPLES, examine
 from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE, begin_training_
 from colotrain.models.objective import attach_, output_of

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
-from colotrain.engine import exchange
+from colotrain.engine.comms import exchange
+from colotrain.engine.comms.process import StopRequest, connect
 from colotrain.engine.gradients import gradients
 from colotrain.engine.parts.part_map import local_part
-from colotrain.engine.process import StopRequest, connect
-from colotrain.engine.run_state import Run
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.participants import OnGradients
 from colotrain.engine.step.train import train
 from colotrain.engine.worker import prepare

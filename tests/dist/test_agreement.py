@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain.data.read.loader import BatchLoader, SampleOrder
-from colotrain.engine.agreement import check_alike, check_filled_alike
-from colotrain.engine.inputs import open_loaders
+from colotrain.engine.comms.agreement import check_alike, check_filled_alike
+from colotrain.engine.step.inputs import open_loaders
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
 from colotrain.rundir import RunDir

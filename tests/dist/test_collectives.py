@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.freezing import freeze_
+from colotrain.engine.gradients.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import clear_, watch
+from colotrain.engine.model.freezing import freeze_
 from colotrain.engine.sharding.grouping import find_groups
+from colotrain.engine.sharding.reduce_scatter import Gradients, Reduction
 from colotrain.engine.sharding.sharded_model import materialise_, numel_of, shard_
-from colotrain.engine.shm.reduce_scatter import Gradients, Reduction
-from colotrain.engine.shm.shared_parameters import share_parameters
-from colotrain.engine.shm.transport import SharedAllGather, install
+from colotrain.engine.sharding.shared_parameters import share_parameters
+from colotrain.engine.sharding.transport import SharedAllGather, install
 from colotrain.models.loading import build
 from colotrain.planner.communication import traffic
 from colotrain.runs.resolving import resolve_config

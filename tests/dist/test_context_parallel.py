@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from colotrain.cli.main import guarded
 from colotrain.data.read.loader import planned_draw_seed
 from colotrain.data.read.samples import StreamSamples
-from colotrain.engine.accumulation import weighted_output
-from colotrain.engine.context_parallel import make_shard
+from colotrain.engine.gradients.accumulation import weighted_output
+from colotrain.engine.sharding.context_parallel import make_shard
 from colotrain.errors import ColotrainError
 from colotrain.models import context_parallel
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.engine.model_checks import check_precision
+from colotrain.engine.model.model_checks import check_precision
 from colotrain.errors import ColotrainError
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import RunPlan

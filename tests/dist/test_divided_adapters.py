@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.engine.context_parallel import collectives_of
+from colotrain.engine.sharding.context_parallel import collectives_of
 from colotrain.export.job import Choice
 from colotrain.export.write import export
 from colotrain.models import adapters

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import materialise_, shard_
-from colotrain.engine.shm.shared_parameters import share_parameters
+from colotrain.engine.sharding.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS

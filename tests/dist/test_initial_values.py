@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.sharded_model import materialise_, shard_
-from colotrain.engine.shm.shared_parameters import share_parameters
+from colotrain.engine.sharding.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
 from colotrain.models.loading import (

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.gradients.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import watch
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
-from colotrain.engine.shm.shared_parameters import share_parameters
+from colotrain.engine.sharding.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import plan_of, run

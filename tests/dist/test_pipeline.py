@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from colotrain.cli.main import guarded
+from colotrain.engine.build.sequence import find_sequence
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import Passed, keep_stage_
 from colotrain.events.fold import follow
 from colotrain.models.llm import LLM

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.comms.shared_memory import PeerLost
 from colotrain.engine.parts.part_map import local_part, rows_of
+from colotrain.engine.sharding import reduce_scatter as reductions
+from colotrain.engine.sharding.reduce_scatter import Reduction
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
-from colotrain.engine.shm import reduce_scatter as reductions
-from colotrain.engine.shm.reduce_scatter import Reduction
-from colotrain.engine.shm.shared_memory import PeerLost
-from colotrain.engine.shm.shared_parameters import share_parameters
+from colotrain.engine.sharding.shared_parameters import share_parameters
 from colotrain.launch.causes import PEER_LOST_MESSAGES
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world

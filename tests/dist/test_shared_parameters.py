@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colotrain.engine import probes
+from colotrain.engine.comms import shared_memory
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients.gradients import GradientState
-from colotrain.engine.probes import highest_peak, memory_now
+from colotrain.engine.model import probes
+from colotrain.engine.model.probes import highest_peak, memory_now
 from colotrain.engine.sharding.fsdp_internals import put_shard
 from colotrain.engine.sharding.sharded_model import Group, shard_
-from colotrain.engine.shm import shared_memory
-from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
-from colotrain.engine.shm.transport import install
+from colotrain.engine.sharding.shared_parameters import SharedParameters, share_parameters
+from colotrain.engine.sharding.transport import install
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import assert_alike, make_sharded, plan_of, run, train
 

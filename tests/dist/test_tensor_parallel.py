@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain.cli.main import guarded
-from colotrain.engine.context_parallel import collectives_of
+from colotrain.engine.sharding.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
 from colotrain.models.huggingface_loss import chunk_loss_
 from colotrain.models.huggingface_tensors import VERIFIED, divisions_of

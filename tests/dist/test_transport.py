@@ -22,16 +22,17 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.comms import all_gather as channels
+from colotrain.engine.comms import shared_memory
+from colotrain.engine.comms.all_gather import Channel
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.comms.shared_memory import PeerLost
+from colotrain.engine.gradients.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, watch
 from colotrain.engine.parts.part_map import local_part
+from colotrain.engine.sharding import transport
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
-from colotrain.engine.shm import all_gather as channels
-from colotrain.engine.shm import shared_memory, transport
-from colotrain.engine.shm.all_gather import Channel
-from colotrain.engine.shm.shared_memory import PeerLost
-from colotrain.engine.shm.transport import SharedAllGather, install
+from colotrain.engine.sharding.transport import SharedAllGather, install
 from colotrain.launch.causes import PEER_LOST_MESSAGES
 from colotrain.spec.plan import RunPlan
 
@@ -40,7 +41,7 @@ NUMELS = (0, 1, 7, 4099, 300_001)
 """Per rank. The last is too large for the buffer of these tests and for one piece of a window."""
 BUFFER_BYTES = 1 << 20
 CPU = torch.device("cpu")
-PRELOADED = ["torch.distributed.fsdp", "colotrain.engine.shm.transport"]
+PRELOADED = ["torch.distributed.fsdp", "colotrain.engine.sharding.transport"]
 WITHIN_S = 5.0
 
 

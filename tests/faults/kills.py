@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from colotrain.engine.checkpoint.manifest import damage  # noqa: E402
+from colotrain.engine.state.manifest import damage  # noqa: E402
 from tests.running import SMALL, Colotrain, losses  # noqa: E402
 
 STEPS = 12

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from colotrain.engine.checkpoint.choosing import choose
-from colotrain.engine.checkpoint.manifest import prune, tidy
+from colotrain.engine.state.choosing import choose
+from colotrain.engine.state.manifest import prune, tidy
 from colotrain.errors import ColotrainError
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir

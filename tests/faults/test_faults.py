@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.engine.checkpoint.manifest import damage
+from colotrain.engine.state.manifest import damage
 from colotrain.parent_process import has_ended
 from tests.faults.kills import ROOT
 from tests.representatives import representatives

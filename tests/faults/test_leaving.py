@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from colotrain.engine.step import monitor
-from colotrain.engine.run_state import Run
+from colotrain.engine.state.run_state import Run
 from colotrain.errors import ColotrainError
 
 monitor.LONG_STEP_S, monitor.PATIENCE_S, monitor.SHORTEST_PAUSE_S = -1.0, 0.2, 0.1

@@ -30,7 +30,7 @@ from tests.faults import plant
 
 def torn(model, step):
     if step + 1 == 6 and os.environ["RANK"] == "1" and plant.once():
-        from colotrain.engine.checkpoint import memory_file
+        from colotrain.engine.state import memory_file
         write = memory_file._write_all
 
         def first_only(handle, data, at):
@@ -89,7 +89,7 @@ def test_a_newer_checkpoint_is_preferred_to_an_older_copy(
     """Copies that are made seldom; here none is, after the first."""
     (colotrain.cwd / "seldom.py").write_text(
         "from tests.faults import plant\n"
-        "from colotrain.engine.checkpoint.memory_copy import MemoryCopies\n"
+        "from colotrain.engine.state.memory_copy import MemoryCopies\n"
         "MemoryCopies.is_due = lambda self, step: step == 1\n"
         "def planted(model, step):\n    plant.nothing(model, step)\n"
     )
@@ -127,7 +127,7 @@ def test_a_checkpoint_in_which_a_rank_died_is_made_up_for(
 ) -> None:
     (colotrain.cwd / "dies.py").write_text(
         "import os, signal\n"
-        "from colotrain.engine.checkpoint import checkpoint\n"
+        "from colotrain.engine.state import checkpoint\n"
         "from tests.faults import plant\n"
         "save = checkpoint.save\n"
         "def planted(model, step):\n    plant.nothing(model, step)\n"

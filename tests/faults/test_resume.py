@@ -230,7 +230,7 @@ def data():
     ]
 
 def writes(model, step):
-    from colotrain.engine.checkpoint import shard_file
+    from colotrain.engine.state import shard_file
 
     if not hasattr(shard_file, "write_at_once"):
         shard_file.write_at_once = write = shard_file._write_all

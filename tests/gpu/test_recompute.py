@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.model.blocks import checkpoint_blocks_
 from colotrain.spec.plan import Recompute
 from tests.unit.test_recompute import SEQ_LEN, WIDTH, Model
 

@@ -43,8 +43,8 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from colotrain.engine.checkpoint import shard_file  # noqa: E402
-from colotrain.engine.raw_bytes import bytes_of  # noqa: E402
+from colotrain.engine.comms.raw_bytes import bytes_of  # noqa: E402
+from colotrain.engine.state import shard_file  # noqa: E402
 from tests.simulated.ordering import Access, Memory, Timeline  # noqa: E402
 
 assert _guard.install(), "torch was imported before tests.simulated.device"

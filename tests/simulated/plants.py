@@ -32,7 +32,7 @@ def no_synchronize() -> Iterator[None]:
 @contextlib.contextmanager
 def each_step_copied() -> Iterator[None]:
     """Copies in memory are made after each step, however long they take."""
-    from colotrain.engine.checkpoint.memory_copy import MemoryCopies
+    from colotrain.engine.state.memory_copy import MemoryCopies
 
     with mock.patch.object(MemoryCopies, "note_durations"):
         yield

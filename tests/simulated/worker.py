@@ -46,7 +46,7 @@ GRADIENTS: dict[str, torch.Tensor] = {}
 MEMORY: dict[str, list[int]] = {}
 """Run → files in this process's memory, which stands for its launcher, for copies of the state."""
 
-TRIAL = re.compile("engine/(targets|loss_trial)")
+TRIAL = re.compile("engine/step/(targets|loss_trial)")
 """Where the host waits once, before the first step: to find what the loss is a mean over."""
 
 

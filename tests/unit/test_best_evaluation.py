@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from colotrain.engine.checkpoint.manifest import History
+from colotrain.engine.state.manifest import History
 from colotrain.engine.step.evaluation import _is_best, note_evaluation, why_over
 
 

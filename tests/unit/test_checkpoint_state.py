@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.pieces import model_state
+from colotrain.engine.state import checkpoint
+from colotrain.engine.state.pieces import model_state
 from colotrain.records import to_plain
 from colotrain.runs.resolving import plan_from
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from colotrain.connections import Link, StrangerError, connect
-from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
-from colotrain.engine.checkpoint.memory_file import MemoryFile
-from colotrain.engine.raw_bytes import bytes_of
+from colotrain.engine.comms.raw_bytes import bytes_of
+from colotrain.engine.state.buddy import Buddy, RemoteLauncher
+from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch import copy_keeper
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.spec.elastic import COPY_SERVICE

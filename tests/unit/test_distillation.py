@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.data.read.teacher import WithTeacher
-from colotrain.engine import teacher
-from colotrain.engine.run_state import Stop
+from colotrain.engine.state.run_state import Stop
+from colotrain.engine.step import teacher
 from colotrain.models import loss as chunked
 from colotrain.models.distillation import TEACHER, as_teacher, learning_from_teacher
 from colotrain.models.llm import LLM

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.model.blocks import checkpoint_blocks_
 from colotrain.models import documents
 from colotrain.models.documents import has_kernel_for_all
 from colotrain.models.llm import LLM

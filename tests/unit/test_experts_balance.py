@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colotrain.data.read.packing import IGNORE_INDEX, PADDING_MASK
-from colotrain.engine.accumulation import weighted_loss
+from colotrain.engine.gradients.accumulation import weighted_loss
 from colotrain.errors import ConfigError
 from colotrain.models.loading import build_whole
 from colotrain.spec.plan import ModelPlan

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colotrain.engine.accumulation import weighted_loss
+from colotrain.engine.gradients.accumulation import weighted_loss
 from colotrain.errors import ConfigError, UsageError
 from colotrain.models import loss
 from colotrain.models.huggingface_loss import holds_all_logits, logits_of

@@ -19,8 +19,9 @@ from test_view import restarted_run, write_files
 
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import BatchLoader, SampleOrder, open_samples
-from colotrain.engine.checkpoint.dcp_json import describe, join, read_index
-from colotrain.engine.checkpoint.manifest import (
+from colotrain.engine.parts.part_map import PartMap
+from colotrain.engine.state.dcp_json import describe, join, read_index
+from colotrain.engine.state.manifest import (
     MANIFEST,
     SEAL,
     FileEntry,
@@ -31,8 +32,7 @@ from colotrain.engine.checkpoint.manifest import (
     seal,
     write_manifest,
 )
-from colotrain.engine.checkpoint.shard_file import Piece, write_pieces
-from colotrain.engine.parts.part_map import PartMap
+from colotrain.engine.state.shard_file import Piece, write_pieces
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import Fold
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.shard_file import all_finite
-from colotrain.engine.raw_bytes import checksum, sum_of_bits
+from colotrain.engine.comms.raw_bytes import checksum, sum_of_bits
+from colotrain.engine.state.shard_file import all_finite
 from colotrain.engine.step.guard import minority
 
 

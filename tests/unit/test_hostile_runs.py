@@ -18,7 +18,7 @@ from test_stores import save
 from test_view import plan_of, restarted_run, write_files
 
 from colotrain.cli.main import guarded
-from colotrain.engine.checkpoint.manifest import MANIFEST, SEAL, seal
+from colotrain.engine.state.manifest import MANIFEST, SEAL, seal
 from colotrain.events.kinds import LaunchEnded
 from colotrain.events.log import EventWriter
 from colotrain.export.job import write_json

@@ -81,6 +81,14 @@ RULES = {
     ),
     "cli": Rule("", "typer click rich psutil", "torch numpy omegaconf hydra"),
 }
+ENGINE = [
+    *("model", "comms", "parts", "pipeline", "sharding", "gradients", "offload", "optim", "build"),
+    *("state", "step"),
+]
+"""The folders of the engine: each may import those before it, and its root may import all."""
+for number, folder in enumerate(ENGINE):
+    below = " ".join(f"engine.{name}" for name in ENGINE[:number])
+    RULES[f"engine.{folder}"] = Rule(f"{RULES['engine'].rooms} {below}", TENSORS)
 RULES["cli"] = Rule(" ".join(RULES), RULES["cli"].libraries, RULES["cli"].inside)
 
 EXCEPTIONS = {
@@ -118,7 +126,10 @@ def allowed(module: str) -> tuple[frozenset[str], frozenset[str]]:
 
     def full(text: str) -> frozenset[str]:
         known = {*RULES, *(name.removeprefix("colotrain.") for name in MODULES)}
-        return frozenset(f"colotrain.{name}" if name in known else name for name in text.split())
+        words = text.split()
+        if "engine" in words:
+            words += [f"engine.{folder}" for folder in ENGINE]
+        return frozenset(f"colotrain.{word}" if word in known else word for word in words)
 
     exceptions = EXCEPTIONS.get(module.removeprefix("colotrain."), "")
     own = f"{room} {BASE} {rule.rooms} {rule.libraries} {exceptions}"

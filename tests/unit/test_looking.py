@@ -222,7 +222,7 @@ def test_the_key_holds_all_of_this_package_that_a_look_runs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     loaded = {name for name in done.stdout.split() if cache._source(name)}
-    assert {"colotrain.engine.freezing", "colotrain.models.loading"} <= loaded
+    assert {"colotrain.engine.model.freezing", "colotrain.models.loading"} <= loaded
     assert loaded <= set(cache.sources(cache.SURVEY_MODULE))
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.engine.accumulation import weighted_loss
-from colotrain.engine.loss_trial import Findings, examine
+from colotrain.engine.gradients.accumulation import weighted_loss
+from colotrain.engine.step.loss_trial import Findings, examine
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.facts import facts_of
 from colotrain.models.loading import build_whole

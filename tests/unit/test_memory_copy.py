@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.addresses import LOOPBACK, listen
-from colotrain.engine.checkpoint import memory_file
-from colotrain.engine.checkpoint.memory_copy import MemoryCopies
-from colotrain.engine.checkpoint.memory_file import MemoryFile
+from colotrain.engine.state import memory_file
+from colotrain.engine.state.memory_copy import MemoryCopies
+from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.records import to_plain
 from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces, MemoryCopyPlan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.engine.run_state import Run
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.monitor import ALMOST, share_of_micro_batch
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
 from colotrain.spec.phases import Phase

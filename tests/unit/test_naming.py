@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.engine.checkpoint.manifest import Manifest, write_manifest
+from colotrain.engine.state.manifest import Manifest, write_manifest
 from colotrain.errors import UsageError
 from colotrain.events import liveness
 from colotrain.events.log import EventWriter

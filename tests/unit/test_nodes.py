@@ -16,7 +16,7 @@ from test_resolve import lines, plan, with_values
 
 from colotrain import addresses
 from colotrain.connections import Link, connect
-from colotrain.engine.checkpoint.buddy import RemoteLauncher
+from colotrain.engine.state.buddy import RemoteLauncher
 from colotrain.errors import ColotrainError
 from colotrain.launch import membership, node_registry, rendezvous
 from colotrain.launch.membership import Membership, Round

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from colotrain.engine.notes import Notes, round_key
-from colotrain.engine.run_state import Stop
+from colotrain.engine.comms.notes import Notes, round_key
+from colotrain.engine.state.run_state import Stop
 from colotrain.engine.step import monitor
 from colotrain.engine.step.monitor import LEFT, Monitor
 from colotrain.errors import ColotrainError

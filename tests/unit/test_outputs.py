@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.accumulation import StepTotals, weighted_output
+from colotrain.engine.gradients.accumulation import StepTotals, weighted_output
 from colotrain.errors import ColotrainError
 from colotrain.models.outputs import metrics_in
 

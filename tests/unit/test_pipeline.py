@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.cli.plan import describe
-from colotrain.engine.pipeline.sequence import find_sequence
+from colotrain.engine.build.sequence import find_sequence
 from colotrain.engine.pipeline.stage import keep_stage_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.view import RankView, RunView, stages

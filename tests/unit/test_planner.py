@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from colotrain.engine.freezing import freeze_
+from colotrain.engine.model.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.planner.advise import SearchSpace, best, largest_micro_batch

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from colotrain.data.prepare.conversations import CHATML, Renderer
 from colotrain.data.prepare.records import BadRecord
-from colotrain.engine import references
-from colotrain.engine.run_state import Stop
+from colotrain.engine.state.run_state import Stop
+from colotrain.engine.step import references
 from colotrain.models.llm import LLM
 from colotrain.models.preferences import loss_of
 from colotrain.rundir import RunDir

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from test_view import MIB, launcher, plan_of, restarted_run, step, worker
 
-from colotrain.engine.probes import matmul_peak_flops, memory_now
+from colotrain.engine.model.probes import matmul_peak_flops, memory_now
 from colotrain.events.event import Event
 from colotrain.events.fold import Fold, fold
 from colotrain.events.kinds import Step
@@ -335,7 +335,7 @@ def test_memory_now_sees_what_is_allocated() -> None:
 
 def test_memory_is_measured_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = memory_now()
-    monkeypatch.setattr("colotrain.engine.probes._from_status", lambda: None)
+    monkeypatch.setattr("colotrain.engine.model.probes._from_status", lambda: None)
     resident, peak = memory_now()
     assert resident == pytest.approx(expected, rel=0.2)
     assert peak >= resident

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colotrain.engine import blocks
-from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
+from colotrain.engine.model import blocks
+from colotrain.engine.model.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.errors import UsageError
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.planner.traced.tracing import read, record, trace

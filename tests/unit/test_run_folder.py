@@ -177,9 +177,9 @@ ROOMS = ("engine", "events", "launch", "runs", "show", "schedulers", "signatures
 ELSEWHERE = {
     "signatures": "the key, in the user's home",
     "audit.start.sitecustomize": "what went wrong before the package can be imported",
-    "engine.probes": "/proc",
-    "engine.checkpoint.manifest": "the temporary folder of a checkpoint, made by make_folder",
-    "engine.checkpoint.save": "the same",
+    "engine.model.probes": "/proc",
+    "engine.state.manifest": "the temporary folder of a checkpoint, made by make_folder",
+    "engine.state.save": "the same",
     "engine.offload.disk": "files without a name",
     "events.heartbeats": "without a run's folder",
     "launch.server.process_titles": "/proc",

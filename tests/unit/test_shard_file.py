@@ -12,8 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from colotrain.engine.checkpoint import shard_file
-from colotrain.engine.checkpoint.shard_file import (
+from colotrain.engine.parts.part_map import PartMap
+from colotrain.engine.state import shard_file
+from colotrain.engine.state.shard_file import (
     BLOCK,
     LARGE_BYTES,
     WINDOW_BYTES,
@@ -24,7 +25,6 @@ from colotrain.engine.checkpoint.shard_file import (
     Written,
     write_pieces,
 )
-from colotrain.engine.parts.part_map import PartMap
 from colotrain.spec.axes import DP_SHARD, Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)

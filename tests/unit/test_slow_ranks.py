@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from generated import staged_run
 
-from colotrain.engine import pressure
-from colotrain.engine.pressure import PressureMeter
-from colotrain.engine.waiting import waited_s, waiting
+from colotrain.engine.comms.waiting import waited_s, waiting
+from colotrain.engine.step import pressure
+from colotrain.engine.step.pressure import PressureMeter
 from colotrain.events.event import Event
 from colotrain.events.fold import Fold
 from colotrain.events.kinds import Step

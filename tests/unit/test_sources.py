@@ -12,9 +12,9 @@ import pytest
 
 from colotrain.data.prepare.identity import files_in_place, identity_of
 from colotrain.data.prepare.tokens import prepare_all
-from colotrain.engine.checkpoint import memory_state
-from colotrain.engine.checkpoint.manifest import Manifest
-from colotrain.engine.checkpoint.sources import sources_of, tell_changed_files, warnings_of
+from colotrain.engine.state import memory_state
+from colotrain.engine.state.manifest import Manifest
+from colotrain.engine.state.sources import sources_of, tell_changed_files, warnings_of
 from colotrain.spec.plan import DataPlan
 
 

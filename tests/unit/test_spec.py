@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from colotrain.engine.model.precision import cast_dtype, dtype_of
 from colotrain.engine.optim.optimizers import make
-from colotrain.engine.precision import cast_dtype, dtype_of
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import OptimPlan
 from colotrain.spec.precisions import PRECISIONS, PrecisionName

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colotrain.engine import process
+from colotrain.engine.comms import process
 from colotrain.engine.sharding import grouping
 from colotrain.launch.server import forkserver
 from colotrain.models.llm import LLM
@@ -217,7 +217,7 @@ def test_the_server_of_workers_is_started_with_their_environment(
 
 LISTENS = """
 import multiprocessing, os, signal, sys, time
-from colotrain.engine.process import StopRequest
+from colotrain.engine.comms.process import StopRequest
 from colotrain.rundir import RunDir
 
 stop = StopRequest(RunDir("run"))

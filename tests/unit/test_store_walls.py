@@ -11,7 +11,7 @@ import pytest
 from test_stores import at_once, made, runs_dir, save, send, sender, steps, warnings  # noqa: F401
 
 from colotrain.cli.main import guarded
-from colotrain.engine.checkpoint.manifest import (
+from colotrain.engine.state.manifest import (
     MANIFEST,
     FileEntry,
     checksum,

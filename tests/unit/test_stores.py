@@ -18,7 +18,7 @@ from test_view import plan_of
 
 from colotrain.cli.main import guarded
 from colotrain.config.stores import check_address
-from colotrain.engine.checkpoint.manifest import (
+from colotrain.engine.state.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
-from colotrain.engine.checkpoint.memory_file import MemoryFile
+from colotrain.engine.state.buddy import Buddy, RemoteLauncher
+from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership
 from colotrain.launch.node_registry import NodeInfo

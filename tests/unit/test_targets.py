@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.accumulation import weighted_loss
-from colotrain.engine.checkpoint.manifest import History
 from colotrain.engine.gradients import gradients
-from colotrain.engine.loss_trial import examine
-from colotrain.engine.precision import cast_inputs
+from colotrain.engine.gradients.accumulation import weighted_loss
+from colotrain.engine.model.precision import cast_inputs
+from colotrain.engine.state.manifest import History
 from colotrain.engine.step.batches import Batches
+from colotrain.engine.step.loss_trial import examine
 from colotrain.errors import ColotrainError
 from colotrain.models.facts import facts_of
 from colotrain.models.outputs import TargetRule

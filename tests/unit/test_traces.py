@@ -19,7 +19,7 @@ from colotrain.cli import profile as module
 from colotrain.cli.main import guarded
 from colotrain.config.observing import profile_plan
 from colotrain.config.schema_observe import Profile
-from colotrain.engine import spans
+from colotrain.engine.sharding import spans
 from colotrain.errors import ConfigError
 from colotrain.events import traces
 from colotrain.events.kinds import LaunchEnded, Traced

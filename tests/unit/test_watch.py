@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from test_view import plan_of
 
-from colotrain.engine.checkpoint.saving import Saver
+from colotrain.engine.state.saving import Saver
 from colotrain.errors import ColotrainError
 from colotrain.events.event import Event
 from colotrain.events.heartbeats import Heartbeat, HeartbeatWriter, read_heartbeats
@@ -43,7 +43,7 @@ Current thread 0x02 (most recent call first):
   File "/site/colotrain/engine/worker.py", line 50 in main
 """
 WAITS = '  File "/torch/distributed/distributed_c10d.py", line 9 in all_reduce'
-SHARED = '  File "/x/colotrain/engine/shm/shared_memory.py", line 9 in _sleep'
+SHARED = '  File "/x/colotrain/engine/comms/shared_memory.py", line 9 in _sleep'
 WORKS = '  File "/home/user/model.py", line 12 in forward'
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colotrain.engine.checkpoint.buddy import RemoteFile
-from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
-from colotrain.engine.checkpoint.whole_copy import WholeCopy
+from colotrain.engine.state.buddy import RemoteFile
+from colotrain.engine.state.memory_copy import Copied, MemoryCopies
+from colotrain.engine.state.whole_copy import WholeCopy
 from tests.checkpoints import read_all
 from tests.copies import Launcher, Ranks, opened, take, whole_state
 

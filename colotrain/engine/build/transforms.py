@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain import module_tree
-from colotrain.engine import exchange
-from colotrain.engine.agreement import check_filled_alike
-from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
-from colotrain.engine.changed_inputs import CHANGING
+from colotrain.engine.build.sequence import find_sequence
+from colotrain.engine.comms import exchange
+from colotrain.engine.comms.agreement import check_filled_alike
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.context_parallel import divide_among_ranks_
-from colotrain.engine.freezing import Frozen, freeze_
-from colotrain.engine.model_checks import check_dtypes
+from colotrain.engine.model.blocks import checkpoint_blocks_, compile_blocks_
+from colotrain.engine.model.changed_inputs import CHANGING
+from colotrain.engine.model.freezing import Frozen, freeze_
+from colotrain.engine.model.model_checks import check_dtypes
+from colotrain.engine.model.precision import cast_dtype
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.parameter_settings import norms_and_biases
 from colotrain.engine.optim.shard_optimizer import state_ratio
-from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import Stage, keep_stage_
-from colotrain.engine.precision import cast_dtype
+from colotrain.engine.sharding.context_parallel import divide_among_ranks_
 from colotrain.engine.sharding.counted_waits import count_waits_
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
@@ -37,9 +37,9 @@ from colotrain.engine.sharding.sharded_model import (
     materialise_,
     shard_,
 )
-from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
-from colotrain.engine.shm.transport import Transport, install
-from colotrain.engine.tensor_parallel import TensorGroup, divide_parameters_among_ranks_
+from colotrain.engine.sharding.shared_parameters import SharedParameters, share_parameters
+from colotrain.engine.sharding.tensor_parallel import TensorGroup, divide_parameters_among_ranks_
+from colotrain.engine.sharding.transport import Transport, install
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import begin_training_
 from colotrain.records import from_plain, to_plain

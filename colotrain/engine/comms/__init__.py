@@ -1,1 +1,1 @@
-"""Process groups, and what ranks exchange in them."""
+"""Process groups, shared memory, and what ranks exchange through them."""

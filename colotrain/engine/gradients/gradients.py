@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
-from colotrain.engine.freezing import names_of
+from colotrain.engine.model.freezing import names_of
 from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.parts.wholes import gather_whole
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.engine.accumulation import Batch, StepTotals, accumulate
+from colotrain.engine.gradients.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
 from colotrain.events.gradients import NoiseColumns
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain import module_tree
-from colotrain.engine import exchange
-from colotrain.engine.accumulation import Batch, StepTotals, accumulate
+from colotrain.engine.comms import exchange
+from colotrain.engine.gradients.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
 from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.engine.freezing import matches
-from colotrain.engine.probes import memory_now
+from colotrain.engine.model.freezing import matches
+from colotrain.engine.model.probes import memory_now
 from colotrain.spec.offload import (
     SAFETY,
     Declared,

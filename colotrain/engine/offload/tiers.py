@@ -19,11 +19,11 @@ from torch import Tensor
 
 from colotrain import module_tree
 from colotrain.engine.gradients.gradients import norms
+from colotrain.engine.model.probes import held_now, memory_now, reset_peak
 from colotrain.engine.offload.blocks import Block, Window, allocate
 from colotrain.engine.offload.disk import ALIGNMENT, DiskStore, return_free_memory, whole_pages
 from colotrain.engine.offload.group_storage import GroupStorage, take
 from colotrain.engine.offload.transfers import GatherPrefetch, Transfers
-from colotrain.engine.probes import held_now, memory_now, reset_peak
 from colotrain.engine.sharding.fsdp_internals import (
     ReducedOnDevice,
     as_strided_in,
@@ -32,7 +32,7 @@ from colotrain.engine.sharding.fsdp_internals import (
     reduce_below,
 )
 from colotrain.engine.sharding.sharded_model import ShardedModel
-from colotrain.engine.shm.shared_parameters import SharedParameters
+from colotrain.engine.sharding.shared_parameters import SharedParameters
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import TierBytes
 from colotrain.rundir import RunDir

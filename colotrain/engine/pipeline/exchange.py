@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.shm.link import Link
-from colotrain.engine.shm.shared_memory import Unavailable
-from colotrain.engine.waiting import waiting
+from colotrain.engine.comms.link import Link
+from colotrain.engine.comms.shared_memory import Unavailable
+from colotrain.engine.comms.waiting import waiting
 from colotrain.spec.cpu_memory import NUM_SLOTS
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.model_blocks import Group
+from colotrain.engine.comms.waiting import waiting
+from colotrain.engine.model.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
-from colotrain.engine.waiting import waiting
 from colotrain.models.facts import facts_of
 from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around

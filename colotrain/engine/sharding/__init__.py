@@ -1,1 +1,1 @@
-"""Parameter groups over `fully_shard`, and access to its private names."""
+"""Parameter groups over `fully_shard`, their collectives, and access to its private names."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.sharding.fsdp_internals import DefaultAllGather
 from colotrain.engine.sharding.sharded_model import ShardedModel
-from colotrain.engine.waiting import waiting
 
 
 class CountedAllGather(DefaultAllGather):

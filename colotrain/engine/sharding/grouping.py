@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
-from colotrain.engine.changed_inputs import CHANGING, when_inputs_change
-from colotrain.engine.model_blocks import (
+from colotrain.engine.model.changed_inputs import CHANGING, when_inputs_change
+from colotrain.engine.model.model_blocks import (
     Block,
     Group,
     find_blocks,

@@ -26,13 +26,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
-from colotrain.engine.boundary_tensors import watch_tensors
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.model_checks import check_parameters, check_precision
+from colotrain.engine.model.model_checks import check_parameters, check_precision
+from colotrain.engine.model.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.parts.part_map import PartMap
 from colotrain.engine.parts.wholes import shards_of
 from colotrain.engine.pipeline.stage import Stage
-from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
+from colotrain.engine.sharding.boundary_tensors import watch_tensors
 from colotrain.engine.sharding.fsdp_internals import (
     groups_of,
     initialise_lazily,
@@ -47,7 +47,7 @@ from colotrain.engine.sharding.parameters import (
     attached_to,
     watch_replaced,
 )
-from colotrain.engine.tensor_parallel import TensorGroup
+from colotrain.engine.sharding.tensor_parallel import TensorGroup
 from colotrain.models.loading import allocate_, fill_
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from colotrain.engine.waiting import waited_s
+from colotrain.engine.comms.waiting import waited_s
 
 MARKS = {"compute_s": "computed", "optimizer_s": "updated"}
 """Part of a step → mark in a GPU's queue at its end. What ends `reduce_s` is a wait of the host."""

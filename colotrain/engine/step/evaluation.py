@@ -15,17 +15,17 @@ from torch import Tensor
 from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader
 from colotrain.dotted import import_target
-from colotrain.engine import exchange
-from colotrain.engine.accumulation import Batch, to_device, weighted_output
-from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
-from colotrain.engine.loss_trial import sums_tokens
-from colotrain.engine.run_state import Run
+from colotrain.engine.comms import exchange
+from colotrain.engine.gradients.accumulation import Batch, to_device, weighted_output
+from colotrain.engine.model.unchanged import unchanged, uncompiled
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.state.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.loss_trial import sums_tokens
 from colotrain.engine.step.monitor import interruptible
 from colotrain.engine.step.participant import Participant, StepResult
 from colotrain.engine.step.text_samples import write_samples
-from colotrain.engine.unchanged import unchanged, uncompiled
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone

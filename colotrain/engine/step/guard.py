@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.engine import exchange
+from colotrain.engine.comms import exchange
+from colotrain.engine.comms.raw_bytes import checksum
 from colotrain.engine.parts.part_map import local_part
-from colotrain.engine.raw_bytes import checksum
-from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note

@@ -8,8 +8,8 @@ hangs.
 An unfinished step is left by all ranks or by none. A rank may decide to leave only before it enters
 the all-reduce that ends the forward and backward passes of a step (`train.agree`). That all-reduce
 then never completes on any rank, so that no rank updates its parameters. The rank announces its
-decision through the store, signed (`engine.notes`); the other ranks read it there and leave as
-well. While no rank wants to stop, nothing is exchanged.
+decision through the store, signed (`engine.comms.notes`); the other ranks read it there and leave
+as well. While no rank wants to stop, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.manifest import Manifest
-from colotrain.engine.checkpoint.pieces import pieces_of
-from colotrain.engine.checkpoint.shard_file import Piece
-from colotrain.engine.notes import Notes
-from colotrain.engine.process import patience_s
-from colotrain.engine.run_state import LastStep, Run
+from colotrain.engine.comms.notes import Notes
+from colotrain.engine.comms.process import patience_s
+from colotrain.engine.state import checkpoint
+from colotrain.engine.state.manifest import Manifest
+from colotrain.engine.state.pieces import pieces_of
+from colotrain.engine.state.run_state import LastStep, Run
+from colotrain.engine.state.shard_file import Piece
 from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, StepResult
 from colotrain.engine.step.recording import record_failure
 from colotrain.events import kinds

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from colotrain.engine.run_state import Run
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.batches import Batches
 from colotrain.engine.step.clock import StepClock
 

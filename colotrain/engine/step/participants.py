@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from colotrain.dotted import import_target
-from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
-from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.state import checkpoint
+from colotrain.engine.state.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import Evaluator
 from colotrain.engine.step.guard import Guard

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from colotrain.engine.run_state import Run
-from colotrain.engine.spans import Spans
+from colotrain.engine.sharding.spans import Spans
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import is_over
 from colotrain.engine.step.participant import Any_, Ask, Participant, StepResult

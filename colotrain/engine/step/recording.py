@@ -16,14 +16,14 @@ import torch
 from colotrain import module_tree
 from colotrain.dotted import described
 from colotrain.engine.gradients import noise
-from colotrain.engine.gradients.statistics import Recorder
+from colotrain.engine.model.precision import dtype_of
+from colotrain.engine.model.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.parts.part_map import local_part
-from colotrain.engine.precision import dtype_of
-from colotrain.engine.pressure import PressureMeter
-from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
-from colotrain.engine.run_state import Run
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Any_, Ask, Participant, StepResult
+from colotrain.engine.step.pressure import PressureMeter
+from colotrain.engine.step.statistics import Recorder
 from colotrain.errors import MOST_WRITTEN, ColotrainError, message_of, shortened
 from colotrain.events.kinds import DeviceMemory, Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter

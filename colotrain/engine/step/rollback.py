@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 
 from colotrain import module_tree
-from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.choosing import choose
-from colotrain.engine.checkpoint.manifest import read_manifest
-from colotrain.engine.checkpoint.memory_state import copy_to_memory
-from colotrain.engine.freezing import BY_MODEL, freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.nonfinite import describe, locate
-from colotrain.engine.run_state import Run
+from colotrain.engine.model.freezing import BY_MODEL, freeze_
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.state import checkpoint
+from colotrain.engine.state.choosing import choose
+from colotrain.engine.state.manifest import read_manifest
+from colotrain.engine.state.memory_state import copy_to_memory
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.participant import Agreed
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, Rollback

@@ -12,9 +12,9 @@ from torch import Tensor
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.tokens import decode, prepare_all
-from colotrain.engine.run_state import Run
+from colotrain.engine.model.unchanged import unchanged, uncompiled
 from colotrain.engine.sharding.sharded_model import reshard
-from colotrain.engine.unchanged import unchanged, uncompiled
+from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
 from colotrain.spec.phases import Phase
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from colotrain.engine.accumulation import accumulate
-from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.gradients import gradients
-from colotrain.engine.run_state import Run
+from colotrain.engine.gradients.accumulation import accumulate
 from colotrain.engine.sharding.sums import average_statistics_
+from colotrain.engine.state import checkpoint
+from colotrain.engine.state.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.step import monitor
 from colotrain.engine.step.batches import Batches
 from colotrain.engine.step.clock import StepClock
@@ -20,8 +21,7 @@ from colotrain.engine.step.evaluation import is_over, why_over
 from colotrain.engine.step.participant import Agreed, Participant, StepResult, answers_of
 from colotrain.engine.step.participants import ORDER
 from colotrain.engine.step.rollback import freeze_as_of, skip_
-from colotrain.engine.targets import find_targets
-from colotrain.engine.waiting import waiting
+from colotrain.engine.step.targets import find_targets
 from colotrain.events.kinds import Note, WorkerFinished, WorkerStopped
 from colotrain.spec.axes import TP
 from colotrain.spec.phases import Phase

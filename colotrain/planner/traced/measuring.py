@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 
 from colotrain import module_tree
-from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.build.transforms import Build, transform_
 from colotrain.engine.comms.groups import Groups
+from colotrain.engine.comms.process import loopback_store
 from colotrain.engine.gradients import gradients
+from colotrain.engine.gradients.accumulation import StepTotals, accumulate
+from colotrain.engine.model.precision import dtype_of
+from colotrain.engine.model.probes import matmul_peak_flops
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
-from colotrain.engine.precision import dtype_of
-from colotrain.engine.probes import matmul_peak_flops
-from colotrain.engine.process import loopback_store
 from colotrain.models.loading import build
 from colotrain.planner.hardware import Costs
 from colotrain.planner.rates import Measurement

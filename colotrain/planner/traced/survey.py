@@ -24,11 +24,11 @@ from colotrain.data.read.loader import (
 from colotrain.data.read.packing import PADDING_MASK
 from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
-from colotrain.engine import loss_trial
-from colotrain.engine.freezing import freeze_
-from colotrain.engine.model_blocks import find_blocks
-from colotrain.engine.model_checks import check_dtypes, check_parameters
-from colotrain.engine.pipeline.sequence import find_sequence
+from colotrain.engine.build.sequence import find_sequence
+from colotrain.engine.model.freezing import freeze_
+from colotrain.engine.model.model_blocks import find_blocks
+from colotrain.engine.model.model_checks import check_dtypes, check_parameters
+from colotrain.engine.step import loss_trial
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.distillation import TEACHER

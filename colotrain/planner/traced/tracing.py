@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from colotrain import module_tree
-from colotrain.engine.blocks import checkpoint_blocks_
-from colotrain.engine.model_blocks import find_blocks
-from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
+from colotrain.engine.model.blocks import checkpoint_blocks_
+from colotrain.engine.model.model_blocks import find_blocks
+from colotrain.engine.model.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.errors import UsageError, message_of
 from colotrain.models.loss import computing_as
 from colotrain.models.objective import output_of
@@ -186,7 +186,7 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returns (see `engine.accumulation.weighted_loss`)."""
+    """The loss in what a model returns (see `engine.gradients.accumulation.weighted_loss`)."""
     pair = pair_in(output)
     loss: Tensor = loss_in(output) if pair is None else pair[0]
     return loss.reshape(())

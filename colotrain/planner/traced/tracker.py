@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.freezing import freeze_
+from colotrain.engine.model.blocks import checkpoint_blocks_
+from colotrain.engine.model.freezing import freeze_
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,

@@ -1,6 +1,6 @@
 """The gradients of keys and values are those of a rank's own queries alone."""
 
-from colotrain.engine.shm.all_gather import Channel
+from colotrain.engine.comms.all_gather import Channel
 from colotrain.verify import worker
 
 

@@ -1,6 +1,6 @@
 """The first and the last stage keep their own gradients of the parameter that they share."""
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.verify import worker
 
 

@@ -1,6 +1,6 @@
 """Each rank of a tensor-parallel group keeps the gradient that norms get from its own tokens."""
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.verify import worker
 
 

@@ -1,6 +1,6 @@
 """The first stage does not differentiate its second chunk for the micro-batch that drains last."""
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.verify import worker
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.engine.pipeline.exchange import Exchange
 from colotrain.verify import worker
 

@@ -1,6 +1,6 @@
 """The gradients of the second chunk stay on each rank: they are never reduced."""
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.verify import worker
 
 begin = accumulation.begin_backward

@@ -1,6 +1,6 @@
 """In the last micro-batch of a step, one group's gradients are not reduced over the ranks."""
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.verify import worker
 
 begin = accumulation.begin_backward

@@ -1,6 +1,6 @@
 """Every micro-batch counts as much as any other, however many targets it has."""
 
-from colotrain.engine import accumulation
+from colotrain.engine.gradients import accumulation
 from colotrain.verify import worker
 
 weigh = accumulation.weighted_loss

@@ -1,1 +1,0 @@
-"""Checkpoints: pieces, files, manifest, saving and restoring."""

@@ -1,0 +1,1 @@
+"""What a model is: its blocks, frozen parameters, precision and random generators."""

@@ -1,0 +1,73 @@
+"""Dividing a model's matrices among the ranks of tensor-parallel groups (`mesh.tp`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colotrain.engine.comms.groups import Groups
+from colotrain.engine.sharding.context_parallel import collectives_of
+from colotrain.errors import ColotrainError
+from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
+from colotrain.models.tensor_parallel_styles import (
+    apply_styles_,
+    own_divisions,
+    partial_parameters,
+)
+from colotrain.spec.axes import TP
+from colotrain.spec.divisions import Split
+from colotrain.spec.plan import RunPlan
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorGroup:
+    """This rank of a tensor-parallel group, and the parameters that the group divides."""
+
+    shard: TensorShard = field(default_factory=lambda: TensorShard(rank=0, size=1))
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Parameter → what this rank has of it; all others are whole, and equal on all ranks."""
+    partial: frozenset[str] = frozenset()
+    """Names of whole parameters of whose gradients a rank's backward leaves a part."""
+
+    def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
+        """Set gradients to their sums over the group, with the same bits on all of its ranks.
+
+        All ranks must call, with gradients of the same shapes on any device.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for alike in by_dtype.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike]).to(device)
+            sums = self.shard.sum(flat).split([gradient.numel() for gradient in alike])
+            for gradient, total in zip(alike, sums, strict=True):
+                gradient.copy_(total.view(gradient.shape))
+
+    def connect_(self, group: dist.ProcessGroup, device: str) -> None:
+        """Let the model exchange with the ranks of `group`, which must all call.
+
+        No forward may run on a single rank afterwards.
+        """
+        self.shard.all_gather, self.shard.reduce_scatter = collectives_of(group, device)
+
+
+def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> TensorGroup:
+    """Leave this rank's parts of the parameters in `model`, as `mesh.tp` says."""
+    if (size := comms.ranks.size(TP)) == 1:
+        return TensorGroup()
+    how = own_divisions(model, plan.model)
+    if how is None:
+        raise ColotrainError(
+            f"mesh.tp={size}: {plan.model.value} cannot divide its matrices among ranks",
+            "set mesh.tp=1",
+        )
+    index, by_tokens = comms.ranks.coords(comms.rank)[TP], plan.mesh.sequence_parallel
+    shard = TensorShard(rank=index, size=size, by_tokens=by_tokens)
+    splits = divide_parameters_(model, how, shard)
+    apply_styles_(model, how, shard)
+    partial = partial_parameters(model, how, shard, splits)
+    return TensorGroup(shard=shard, splits=splits, partial=partial)

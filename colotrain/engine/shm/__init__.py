@@ -1,1 +1,0 @@
-"""Collectives and parameters in memory that the ranks of a host share."""

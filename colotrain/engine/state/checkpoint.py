@@ -1,0 +1,305 @@
+"""The content of a checkpoint, and resuming from one under any plugin and world size.
+
+Tensors are addressed by parameter name; everything else is in the manifest, as JSON.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.model import generators
+from colotrain.engine.optim.schedule import rate_warning
+from colotrain.engine.state import plain_state, sources
+from colotrain.engine.state.dcp_json import load, read_index
+from colotrain.engine.state.manifest import (
+    Manifest,
+    check_batch,
+    check_steps,
+    read_manifest,
+)
+from colotrain.engine.state.pieces import own_name, parts_of, pieces_of, tensors_of, unchanged
+from colotrain.engine.state.plain_state import PLAIN
+from colotrain.engine.state.run_state import Run
+from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note, Resumed
+from colotrain.models import huggingface
+from colotrain.records import to_plain
+from colotrain.spec.phases import Phase
+
+HOW_IT_IS_READ = ("workers", "num_workers")
+"""Settings of the data on which no sample depends."""
+
+
+def save(run: Run) -> None:
+    """Begin to write a checkpoint of the steps done so far, unless it exists already.
+
+    The end of a smoke run is not saved: its first step was, and that checkpoint was read back.
+    """
+    if not run.plan.checkpoint.enabled or run.saver.saved_step == run.step:
+        return
+    if run.plan.smoke and run.step == run.plan.train.max_steps:
+        return
+    run.at(Phase.CHECKPOINT)
+    sources.tell_changed_files(run)
+    # tensors on disk are not copied to memory but written before training continues
+    background = run.tiers is None or not run.tiers.placement.streams
+    run.saver.begin(pieces_of(run), manifest_of(run), background=background)
+    run.saver.saved_step = run.step
+
+
+def try_saving(run: Run) -> None:
+    """Find state that cannot be saved right after the first update, not at the first save.
+
+    All ranks must call.
+    """
+    if not run.plan.checkpoint.enabled or run.saver.can_be_saved:
+        return
+    run.optimizer.refuse_other_state()
+    tensors_of(run)
+    run.saver.can_be_saved = True
+
+
+def finish_saving(run: Run) -> None:
+    """Wait until the last checkpoint is written. All ranks must call.
+
+    A failed save is an error here: the run ends and must not look as if it were saved.
+    """
+    run.at(Phase.CHECKPOINT)
+    error = run.saver.wait()
+    dist.barrier()  # rank 0 hosts the store and must not end before the others
+    if error is not None:
+        raise unsaved(run, run.saver.saved_step, error)
+
+
+def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
+    """Return the error for a run that ends and whose last checkpoint could not be written."""
+    return ColotrainError(
+        f"checkpoint of step {step}: {problem}",
+        f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+    )
+
+
+def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
+    """Return everything but the tensors, as it is after `run.step` steps.
+
+    With `progress_only` it is without what never changes while this launch lasts.
+    """
+    spared = tuple(sorted(unchanged(run)))
+    return Manifest(
+        step=run.step,
+        optimizer_steps=run.optimizer.steps,
+        micro_batches=run.history.micro_batches,
+        loss_scale=run.loss_scale.scale if run.loss_scale.dynamic else None,
+        clean_steps=run.loss_scale.clean_steps,
+        world_size=dist.get_world_size(),
+        plugin=run.plan.plugin.name,
+        global_batch=run.plan.batch.global_batch,
+        skipped_batches=run.history.skipped_batches,
+        rollbacks=run.history.rollbacks,
+        best_step=run.history.best[0] if run.history.best else None,
+        best_value=run.history.best[1] if run.history.best else None,
+        evaluations=run.history.evaluations,
+        frozen=run.sharded.parts.frozen,
+        plan={} if progress_only else to_plain(run.plan),
+        versions={} if progress_only else _versions(),
+        left_out=spared,
+        began_with=began_with(run) if spared and not progress_only else {},
+        sources=run.saver.sources,
+        written_at=time.time(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "numpy": np.__version__}
+    try:
+        found["colotrain"] = metadata.version("colotrain")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        found["colotrain"] = "unknown"
+    return found | {"python": platform.python_version()}
+
+
+def step_of(path: Path | None) -> int:
+    """Return the number of steps done in a checkpoint; 0 without one."""
+    return read_manifest(path).step if path else 0
+
+
+def restore(run: Run, path: Path) -> None:
+    """Read a checkpoint into `run`. All ranks must call.
+
+    The optimizer creates state that is not in the checkpoint at a parameter's next update; a model
+    parameter that is missing is an error.
+    """
+    manifest = read_manifest(path)
+    check_batch(manifest, path, run.plan.batch.global_batch)
+    check_steps(manifest, path, run.plan.train)
+    index = read_index(path)
+    if run.rank == 0:
+        told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
+        told += _buffers_of_others(run, manifest, index.state_dict_metadata)
+        rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
+        for text in told if rate is None else [*told, rate]:
+            run.events.write(Note(text=f"warning: {path.name} {text}"))
+    try:
+        fill(
+            run,
+            path,
+            manifest,
+            index.state_dict_metadata,
+            lambda wanted: load(wanted, parts_of(run, wanted), index),
+        )
+    except OSError as error:
+        raise ColotrainError(f"{path}: {error}", "see the run's logs") from error
+    if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
+        run.saver.saved_step = run.step
+    if run.rank == 0:
+        run.events.write(Resumed(step=run.step, path=str(path)))
+
+
+def fill(
+    run: Run,
+    path: Path,
+    manifest: Manifest,
+    stored: Mapping[str, Any],
+    load: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """Set the whole state of `run`; `load` fills tensors of the names in `stored`.
+
+    All ranks must call. `path` stands in messages.
+    """
+    _prepare_optimizer_(run, stored)
+    wanted = tensors_of(run) | plain_state.as_stored(stored)
+    wanted = _without_skipped(run, path, manifest, wanted)
+    missing = [
+        name.removeprefix(PLAIN).removeprefix("model.")
+        for name in wanted
+        if name.removeprefix(PLAIN).startswith("model.") and name not in stored
+    ]
+    if missing:
+        raise ColotrainError(
+            f"{path}: holds no {missing[0]} ({len(missing)} missing)",
+            "resume with the model that the checkpoint was made from",
+        )
+    run.saver.restored |= {
+        name.removeprefix("model.") for name in stored if name.startswith("model.")
+    }
+    wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
+    base, same_ranks = {}, _has_same_ranks(run, manifest)
+    if same_ranks:
+        own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
+        base = {own_: name for name, own_ in own.items()}
+        sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
+        wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
+    load(wanted)
+    loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
+    same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
+    plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
+    if same_ranks:
+        prefix = f"rng.{run.rank}"
+        states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
+        generators.set_states(run.device, states)
+    _restore_progress(run, manifest)
+
+
+def _has_same_ranks(run: Run, manifest: Manifest) -> bool:
+    """Whether every rank does what the rank of its number did, so that it takes that one's state.
+
+    Otherwise generators start from the seed again, and buffers that differed have the first rank's
+    values.
+    """
+    then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
+    alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in ("pp", "cp", "tp"))
+    return alike and manifest.world_size == dist.get_world_size()
+
+
+def _buffers_of_others(run: Run, manifest: Manifest, stored: Mapping[str, Any]) -> Iterator[str]:
+    """Say which buffers, different on the ranks that saved them, all have from the first rank."""
+    differing = {n.split(".", 2)[2] for n in stored if n.startswith("rank.")}
+    if differing and not _has_same_ranks(run, manifest):
+        names = sorted(n.removeprefix(PLAIN).removeprefix("model.") for n in differing)
+        yield (
+            f"was saved by ranks of another mesh, whose buffers differed: {names[0]} "
+            f"({len(names)} in all) begin with those of the first rank"
+        )
+
+
+def _other_samples(run: Run, manifest: Manifest) -> list[str]:
+    """Return settings that decide the order of samples and differ from the checkpoint's."""
+    now, then = to_plain(run.plan), manifest.plan
+    keys = [("train", "seed"), *(("data", key) for key in (*now["data"], *then.get("data", {})))]
+    return [
+        f"{section}.{key}"
+        for section, key in dict.fromkeys(keys)
+        if key not in HOW_IT_IS_READ and now[section].get(key) != then.get(section, {}).get(key)
+    ]
+
+
+def _prepare_optimizer_(run: Run, stored: Mapping[str, Any]) -> None:
+    """Make state for the parameters whose state is in the checkpoint; drop that of all others.
+
+    Zeros would be wrong for the others, because not every optimizer begins with zeros. If a part of
+    a parameter's state is missing, the checkpoint's is another optimizer's.
+    """
+    optimizer = run.optimizer
+    names = [n.removeprefix(PLAIN) for n in stored]
+    told = {n.removeprefix("optim.").rpartition(".")[0] for n in names if n.startswith("optim.")}
+    optimizer.forget_state_(name for name in optimizer.parameters if name not in told)
+    optimizer.prepare_state_(told)
+    states, plain = optimizer.state(), optimizer.plain_state()
+    foreign = [
+        name
+        for name, state in states.items()
+        if any(f"optim.{name}.{key}" not in stored for key in state)
+        or any(f"{PLAIN}optim.{name}.{key}" not in stored for key in plain[name])
+    ]
+    optimizer.forget_state_(foreign)
+    if foreign and run.rank == 0:
+        text = (
+            f"warning: the checkpoint has no state of optim.name={run.plan.optim.name} for "
+            f"{foreign[0]} ({len(foreign)} in all): it starts from zero"
+        )
+        run.events.write(Note(text=text))
+
+
+def began_with(run: Run) -> dict[str, Any]:
+    """Return the settings that decide the values of parameters that never trained."""
+    model = run.plan.model
+    files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
+    seed = None if model.hf else run.plan.train.seed
+    return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
+
+
+def _without_skipped(
+    run: Run, path: Path, manifest: Manifest, wanted: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike."""
+    spared = {f"model.{name}" for name in manifest.left_out}
+    if spared and manifest.began_with != began_with(run):
+        raise ColotrainError(
+            f"{path}: holds only what trained, of a run that began with another model",
+            "resume with the model, its arguments and the seed that it was made from",
+        )
+    return {name: tensor for name, tensor in wanted.items() if name not in spared}
+
+
+def _restore_progress(run: Run, manifest: Manifest) -> None:
+    run.step = manifest.step
+    run.optimizer.steps = manifest.optimizer_steps
+    run.history.micro_batches = manifest.micro_batches
+    run.history.skipped_batches = manifest.skipped_batches
+    run.history.rollbacks = max(run.history.rollbacks, manifest.rollbacks)
+    if manifest.best_step is not None and manifest.best_value is not None:
+        run.history.best = manifest.best_step, manifest.best_value
+    run.history.evaluations = manifest.evaluations
+    if run.loss_scale.dynamic and manifest.loss_scale is not None:
+        run.loss_scale.scale = manifest.loss_scale
+        run.loss_scale.clean_steps = manifest.clean_steps

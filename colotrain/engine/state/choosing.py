@@ -1,0 +1,95 @@
+"""The checkpoint that a run goes on from: the newest that is intact, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from colotrain.engine.comms import exchange
+from colotrain.engine.state.dcp_json import read_index
+from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
+from colotrain.engine.state.memory_copy import Copied
+from colotrain.engine.state.whole_copy import WholeCopy
+from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note
+from colotrain.events.log import EventWriter
+from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
+
+
+def choose(folder: Path, events: EventWriter) -> Path | None:
+    """Return the newest intact checkpoint in `folder` (or `folder` itself if it is one), or None.
+
+    All ranks must call, and all get the same; each checks a part of the files. If there are
+    checkpoints and none is intact, that is an error.
+    """
+    candidates = _candidates(folder)
+    for path in candidates:
+        found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
+        bad = torch.tensor(float(found is not None))
+        dist.all_reduce(bad)
+        if bad.item() == 0:
+            return path
+        if found is not None:
+            events.write(Note(text=f"warning: checkpoint {path.name} passed over: {found}"))
+    if candidates:
+        raise ColotrainError(
+            f"{folder}: none of {len(candidates)} checkpoints is intact ({damage(candidates[0])})",
+            "start again with another name, or give checkpoint.resume=PATH of an older one",
+        )
+    return None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints to try, the same on every rank: rank 0 looks and tells the others."""
+    names: list[str] = []
+    if dist.get_rank() == 0:
+        is_one = (folder / MANIFEST).is_file()
+        names = [str(folder)] if is_one else [str(path) for path in complete(folder)]
+    return [Path(name) for name in exchange.broadcast(names)]
+
+
+def choose_checkpoint(
+    plan: RunPlan, rundir: RunDir, events: EventWriter, *, unless_before: int = 0
+) -> Path | None:
+    """Return the checkpoint to resume from, or None. All ranks must call.
+
+    None, too, if the newest checkpoint is not after step `unless_before`, of which there is a copy
+    in memory.
+    """
+    newer = True
+    if dist.get_rank() == 0:
+        tidy(rundir.checkpoints)
+        if unless_before:
+            newest = complete(rundir.checkpoints)[:1]
+            newer = any(path.name > rundir.checkpoint(unless_before).name for path in newest)
+    if not exchange.broadcast(newer):
+        return None
+    where = where_to_resume(plan, rundir)
+    resumed = choose(where, events)
+    if resumed is None and where != rundir.checkpoints:
+        raise ColotrainError(
+            f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
+            "give a run or a checkpoint folder that does",
+        )
+    return resumed
+
+
+def names_to_restore(
+    plan: RunPlan, copied: Copied | WholeCopy | None, resumed: Path | None
+) -> set[str]:
+    """Return the parameters and buffers that a copy or a checkpoint will give their values.
+
+    Empty where the run computes something with the initial values first (`add_references_`).
+    """
+    stored: Iterable[str] = ()
+    if copied is not None:
+        stored = copied.sizes()
+    elif resumed is not None:
+        stored = read_index(resumed).state_dict_metadata
+    if plan.data.pairs:
+        return set()
+    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}

@@ -1,0 +1,368 @@
+"""Copies of the last steps' state in the launcher's memory, from which its workers restart.
+
+After a step each rank copies what it holds of the state into one of its two files, in turn, so
+that one whole copy exists at any moment. A rank begins a copy only after all ranks have finished
+the one before: between two copies the ranks meet in a step's all-reduce. So the newest copy that
+all ranks have is at most one step old. A rank reads its own copy where there are as many ranks as
+there were, and each has its own; otherwise all read the copies of all ranks as a whole
+(`whole_copy`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain import host
+from colotrain.addresses import LOOPBACK
+from colotrain.engine.comms import exchange
+from colotrain.engine.parts.part_map import Part
+from colotrain.engine.state.beside import BesideGradients
+from colotrain.engine.state.buddy import Buddy, RemoteLauncher
+from colotrain.engine.state.manifest import Manifest
+from colotrain.engine.state.memory_file import FIRST, MemoryFile
+from colotrain.engine.state.whole_copy import (
+    Key,
+    WholeCopy,
+    describe,
+    join_copies,
+    key_of,
+    look,
+)
+from colotrain.errors import ConfigError
+from colotrain.events.kinds import MemoryCopied, Note
+from colotrain.events.log import EventWriter
+from colotrain.records import from_plain, to_plain
+from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
+from colotrain.spec.plan import RunPlan
+
+ABOUT_BYTES = 1 << 20
+"""Bytes that are reserved for the description of a copy, beside its tensors."""
+SHARE_OF_FREE_MEMORY = 0.9
+SHORTEST_PAUSE_S = 30.0
+"""Seconds after an error until copies are sent to the other node again; doubled with each error."""
+SMOOTHING = 0.2
+"""Weight of the newest copy in the mean cost of copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """This rank's own copy, of a moment of which every rank has its own."""
+
+    key: Key
+    file: MemoryFile
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def sizes(self) -> dict[str, int]:
+        return self.file.sizes()
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryCopies:
+    """This rank's copies, and how often they are made. All ranks must make the same calls."""
+
+    plan: RunPlan
+    events: EventWriter
+    files: list[MemoryFile]
+    attempt: str
+    """Random text, the same on every rank and different in each attempt."""
+    places: CopyPlaces
+    local_rank: int
+    readers: ExitStack = field(default_factory=ExitStack)
+    """Connections on which copies are read, until the attempt begins."""
+    buddy: Buddy | None = None
+    """Where copies are also sent, on another node; None where there is no other node."""
+    buddy_error: Exception | None = None
+    """Why the last copy could not be sent there; None where it was."""
+    told_of_buddy: bool = False
+    """Whether it was told that no other node keeps copies, and not yet that one does again."""
+    buddy_from: float = 0.0
+    """Monotonic seconds from which copies are sent again, after an error."""
+    buddy_pause_s: float = SHORTEST_PAUSE_S
+    number: int = 0
+    """Number of the newest copy."""
+    valid: int = 0
+    """Number of the newest copy that is not void; 0 where there is none."""
+    valid_from: int = 0
+    """Copies with smaller numbers are void: those that other launchers have, too."""
+    taken: int = 0
+    """Number of copies that this attempt has made."""
+    parts: dict[str, Part | None] = field(default_factory=dict)
+    """Which part of the whole each tensor of the newest copy is."""
+    step: int = 0
+    """Step of the newest copy, or from which this attempt began."""
+    every: int = 1
+    """Steps between two copies."""
+    cost: float | None = None
+    """Mean duration of a copy, as a multiple of a step's."""
+    seconds: float = 0.0
+    """Seconds that this rank's last copy took."""
+    beside: BesideGradients | None = None
+    """Makes copies while the next gradients are computed (GPU); None: training waits for them."""
+    resumed: bool = False
+    """Whether this attempt went on from a copy."""
+    told_every: int = 0
+    """`every` in the last event about the copies; 0 before the first."""
+
+    @staticmethod
+    def open(plan: RunPlan, events: EventWriter) -> MemoryCopies | None:
+        """Open this rank's files; None where the plan or any launcher has none. All must call."""
+        if not plan.elastic.memory_copy.enabled:
+            return None
+        # not for children of this rank, which inherit its environment
+        paths, files = os.environ.pop(MEMORY_FILES, "").split(os.pathsep), []
+        given = os.environ.pop(COPY_PLACES, "")
+        try:
+            files = [MemoryFile(path) for path in paths]
+        except OSError as error:
+            _say_none(events, f"the launcher's memory cannot be reached ({error})")
+        missing = torch.tensor(float(not files))
+        dist.all_reduce(missing)
+        if missing.item():
+            return None
+        attempt = str(exchange.broadcast(secrets.token_hex(4)))
+        places = from_plain(CopyPlaces, json.loads(given))
+        copies = MemoryCopies(
+            plan=plan,
+            events=events,
+            files=files,
+            attempt=attempt,
+            places=places,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+        )
+        if places.buddy:
+            copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)
+            copies._try_buddy(copies.buddy.connect)
+            copies._tell_of_buddy()
+        return copies
+
+    def choose(self) -> Copied | WholeCopy | None:
+        """Return the newest copy that every rank has whole. All ranks must call."""
+        memory = look(self.places, self.local_rank, self._ranks_here)
+        mine = {found.key: found for file in self.files if (found := self._read(file))}
+        held = [(copy.key, copy.rank) for copy in memory.copies]
+        told = exchange.all_gather((list(mine), held, memory.newest, memory.valid_from))
+        self.number = max(newest for _, _, newest, _ in told)
+        self.valid_from = max(valid_from for *_, valid_from in told)
+        everyone = [{Key(*key) for key in own} for own, *_ in told]
+        ranks_of: dict[Key, set[int]] = {}
+        for _, found_there, _, _ in told:
+            for key, rank in found_there:
+                ranks_of.setdefault(Key(*key), set()).add(rank)
+        for key in sorted(ranks_of, reverse=True):
+            if key.number < self.valid_from:
+                break
+            if all(key in own for own in everyone) and self._all_intact(mine[key].file):
+                return mine[key]
+            if ranks_of[key] == set(range(key.world_size)):
+                whole = join_copies(key, memory, partial(self._pass_over, key), self.readers)
+                if whole is not None:
+                    return whole
+        return None
+
+    def _pass_over(self, key: Key, why: str) -> None:
+        text = f"warning: rank {dist.get_rank()}: copies of step {key.step} cannot be read: {why}"
+        self.events.write(Note(text=text))
+
+    def _all_intact(self, file: MemoryFile) -> bool:
+        bad = torch.tensor(float(not file.is_intact()))
+        dist.all_reduce(bad)
+        return bad.item() == 0
+
+    @property
+    def _ranks_here(self) -> int:
+        return self.plan.cluster.procs_per_node
+
+    def _read(self, file: MemoryFile) -> Copied | None:
+        """Return what is in one of this rank's files, if this rank made it."""
+        about = file.read()
+        if about is None or about.get("rank") != [dist.get_rank(), dist.get_world_size()]:
+            return None
+        key = key_of(about)
+        try:
+            manifest = from_plain(Manifest, about["manifest"])
+        except ConfigError:
+            return None
+        return Copied(key=key, file=file, manifest=manifest) if key is not None else None
+
+    def begin(self, copied: Copied | WholeCopy | None, step: int) -> None:
+        """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""
+        self.readers.close()
+        if copied is None:
+            self.clear()
+        self.step, self.resumed = step, copied is not None
+        if copied is None:
+            return
+        self.valid = self.valid_from = copied.key.number
+        kept = [file for file in self.files if (a := file.read()) and key_of(a) == copied.key]
+        for file in self.files:
+            if file not in kept:
+                file.clear()
+        if self.files[0] in kept:
+            self.files.reverse()  # the other one is overwritten first
+
+    def clear(self) -> None:
+        """Make all copies void, because the state that they hold must not come back.
+
+        What says so stands in this rank's files until copies that say so, too, replace it: other
+        launchers may have copies that are void.
+        """
+        with suppress(OSError):  # what is being written is void, too
+            self.finish()
+        self.step, self.valid, self.valid_from = -1, 0, self.number + 1
+        for file in self.files:
+            file.clear()
+            with suppress(OSError):  # memory is short
+                file.write({}, {"number": self.number, "valid_from": self.valid_from})
+
+    def is_due(self, step: int) -> bool:
+        return self.step < 0 or step - self.step >= self.every
+
+    def note_durations(self, step_s: float, copy_s: float) -> None:
+        """Choose how often to copy, from the mean seconds of all ranks: the same on every rank."""
+        share = self.plan.elastic.memory_copy.share
+        if share and step_s > 0 and copy_s > 0:
+            now = copy_s / step_s
+            self.cost = now if self.cost is None else self.cost + SMOOTHING * (now - self.cost)
+            self.every = max(1, math.ceil(self.cost / share))
+
+    def take(
+        self,
+        tensors: Mapping[str, Tensor],
+        manifest: Manifest,
+        started: float,
+        changing: Collection[str] = (),
+    ) -> None:
+        """Copy the state, of which `parts` tells the places; `OSError` where memory is short.
+
+        `started` is when this copy began, by the performance counter; `changing` are names of what
+        a forward changes. On a GPU the copy is whole only after `finish`.
+        """
+        self.finish()
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        started += self._reserve(FIRST + num_bytes + ABOUT_BYTES)
+        about = {
+            "number": self.number + 1,
+            "valid_from": self.valid_from,
+            "attempt": self.attempt,
+            "rank": [dist.get_rank(), dist.get_world_size()],
+            "manifest": to_plain(manifest),
+            "parts": describe(self.parts, tensors),
+        }
+        write = partial(self._write, self.files[0], about, beside=self.valid)
+        if self.beside is None:
+            write(dict(tensors))
+            self._tell_of_buddy()
+        else:
+            started += self.beside.begin(tensors, changing, write)
+        self.files.reverse()
+        self.valid = self.number + 1
+        self.number, self.step, self.taken = self.number + 1, manifest.step, self.taken + 1
+        if self.taken == 2 and self.local_rank == 0:
+            self._free_before(self.number - 1)
+        self.seconds = time.perf_counter() - started
+        self._tell(num_bytes)
+
+    def finish(self) -> None:
+        """Wait until the last copy is whole; `OSError` where it cannot be.
+
+        Call it before the ranks meet next, and so before the state changes.
+        """
+        if self.beside is not None:
+            began = time.perf_counter()
+            self.beside.finish()
+            self.seconds += time.perf_counter() - began
+            self._tell_of_buddy()
+
+    def _write(
+        self, file: MemoryFile, about: dict[str, Any], tensors: dict[str, Tensor], *, beside: int
+    ) -> None:
+        """Write a copy and send it to the buddy, whose error is told later: this is a thread."""
+        file.write(tensors, about)
+        if self.buddy is not None and time.monotonic() >= self.buddy_from:
+            self._try_buddy(partial(self.buddy.send, file, about["number"], beside=beside))
+
+    def _try_buddy(self, call: Callable[[], object]) -> None:
+        """Reach the other node; after an error, which may have taken long, only after a pause."""
+        try:
+            call()
+            self.buddy_error, self.buddy_pause_s = None, SHORTEST_PAUSE_S
+        except (OSError, ValueError) as error:
+            self.buddy_error = error
+            self.buddy_from = time.monotonic() + self.buddy_pause_s
+            self.buddy_pause_s *= 2
+
+    def _tell_of_buddy(self) -> None:
+        """Say that copies go on on this node alone, and when another one has them again."""
+        error, rank = self.buddy_error, dist.get_rank()
+        if (error is not None) == self.told_of_buddy:
+            return
+        self.told_of_buddy = error is not None
+        text = f"rank {rank}: another node keeps copies of its state again"
+        if error is not None:
+            text = f"warning: rank {rank}: no other node keeps copies of its state: {error}"
+        self.events.write(Note(text=text))
+
+    def _free_before(self, number: int) -> None:
+        """Free copies of ranks of earlier attempts, now that all ranks have a later one."""
+        if self.places.own:
+            here = f"{LOOPBACK}:{self.places.own.rpartition(':')[2]}"
+            with suppress(OSError, ValueError), ExitStack() as stack:
+                launcher = RemoteLauncher(here, secret=self.places.secret)
+                stack.enter_context(closing(launcher)).free_before(number)
+
+    def end(self, why: str) -> None:
+        """Make no more copies, and say why."""
+        self.clear()
+        if self.buddy is not None:
+            self.buddy.close()
+        _say_none(self.events, why)
+
+    def _reserve(self, num_bytes: int) -> float:
+        """Take memory for both copies at once; returns the seconds, which only first copies take.
+
+        Later copies then take as long as one another.
+        """
+        began = time.perf_counter()
+        missing = sum(max(0, num_bytes - file.num_bytes) for file in self.files)
+        if not missing:
+            return 0.0
+        ranks = self._ranks_here
+        if missing * ranks > SHARE_OF_FREE_MEMORY * host.free_bytes():
+            raise OSError(f"{missing * ranks >> 20} MiB more are needed, and not free")
+        for file in self.files:
+            file.reserve(num_bytes)
+        return time.perf_counter() - began
+
+    def _tell(self, num_bytes: int) -> None:
+        """Write an event on rank 0 about the first copy, and when they become rarer or denser."""
+        changed = not self.told_every / 4 < self.every < 4 * self.told_every
+        if dist.get_rank() == 0 and changed:
+            self.told_every = self.every
+            self.events.write(
+                MemoryCopied(
+                    step=self.step, bytes=num_bytes, seconds=self.seconds, every=self.every
+                )
+            )
+
+
+def _say_none(events: EventWriter, why: str) -> None:
+    rank = dist.get_rank()
+    text = f"warning: rank {rank}: no copies of the state in memory: {why}; restarts go on from "
+    events.write(Note(text=f"{text}checkpoints"))

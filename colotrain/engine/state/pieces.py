@@ -1,0 +1,125 @@
+"""What each rank holds of a run's state, and which part of the whole it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from colotrain import module_tree
+from colotrain.engine.comms.raw_bytes import checksum
+from colotrain.engine.model import generators
+from colotrain.engine.model.freezing import unfrozen_later
+from colotrain.engine.parts.part_map import Part, local_part
+from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
+from colotrain.engine.state import plain_state
+from colotrain.engine.state.plain_state import PLAIN
+from colotrain.engine.state.run_state import Run
+from colotrain.engine.state.shard_file import Piece
+from colotrain.torch_internals import is_persistent
+
+
+def pieces_of(run: Run) -> list[Piece]:
+    """Return this rank's part of the state after `run.step` steps; all ranks' parts are the whole.
+
+    One rank, chosen by name, writes what several ranks hold alike. All ranks must call.
+    """
+    tensors = tensors_of(run, unchanged(run))
+    differing = _differing_buffers(run, tensors)
+    own = [
+        Piece(part=part, local=differing[name]) for name, part in parts_of(run, differing).items()
+    ]
+    return [*own, *written_here(run, tensors)]
+
+
+def written_here(run: Run, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Return the pieces of `tensors` that this rank writes, without buffers that differ."""
+    trained, buffers = {f"model.{n}" for n in run.optimizer.shards}, buffers_of(run, tensors)
+    return [
+        Piece(
+            part=part,
+            local=local_part(tensors[name]),
+            must_be_finite=name in trained or name.startswith("optim."),
+            lasts=name not in buffers and not name.startswith("rng."),
+        )
+        for name, part in parts_of(run, tensors).items()
+        if part.writes or name.startswith("rng.")
+    ]
+
+
+def parts_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Return the part of a whole tensor that each tensor of the state is, by its name there."""
+    parts = run.sharded.parts
+    return {
+        name: parts.part_of(name, t.shape, parameter_in(name), is_sharded=isinstance(t, DTensor))
+        for name, t in tensors.items()
+    }
+
+
+def parameter_in(name: str) -> str:
+    """Return the parameter (or buffer) that the tensor `name` is, or is the optimizer state of."""
+    kind, _, rest = name.removeprefix(PLAIN).partition(".")
+    return rest.rpartition(".")[0] if kind == "optim" else rest
+
+
+def own_name(run: Run, name: str) -> str:
+    """Return the name of a tensor of this rank that differs from rank 0's (the plain name)."""
+    return f"rank.{run.rank}.{name}"
+
+
+def buffers_of(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the buffers and of modules' plain state."""
+    parameters = {f"model.{name}" for name, _ in module_tree.named_parameters(run.sharded.module)}
+    kept = ("model.", f"{PLAIN}model.")
+    return [n for n in tensors if n.startswith(kept) and n not in parameters]
+
+
+def _differing_buffers(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return buffers that differ from rank 0's, such as running means over a rank's batches.
+
+    They have names of this rank's own.
+    """
+    names = buffers_of(run, tensors)
+    if not names:
+        return {}
+    mine = torch.tensor([checksum(tensors[name]) for name in names])
+    of_first = mine.clone()
+    dist.broadcast(of_first, 0)
+    differs = [a != b for a, b in zip(mine.tolist(), of_first.tolist(), strict=True)]
+    return {own_name(run, n): tensors[n] for n, d in zip(names, differs, strict=True) if d}
+
+
+def tensors_of(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
+    """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
+    state = {f"model.{n}": t for n, t in model_state(run.sharded) if n not in skipped}
+    for name, values in run.optimizer.state().items():
+        state |= {f"optim.{name}.{key}": value for key, value in values.items()}
+    state |= plain_state.encoded(run)
+    return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
+
+
+def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
+    reshard(sharded)
+    for name, parameter in sharded.named_parameters():
+        yield name, parameter.detach()
+    for path, module in module_tree.named_modules(sharded.module):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_persistent(module, name):
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def unchanged(run: Run) -> set[str]:
+    """Return the parameters that the plan leaves out of checkpoints: those that never train.
+
+    A parameter from an earlier checkpoint is kept, as it may have trained before it was frozen.
+    """
+    if run.plan.checkpoint.content == "all":
+        return set()
+    later = unfrozen_later(run.sharded.module, run.plan.freeze)
+    return (
+        run.sharded.parts.frozen.keys() - set(run.optimizer.parameters) - run.saver.restored - later
+    )

@@ -1,0 +1,231 @@
+"""Copies of all ranks of an earlier attempt as one whole, which any number of ranks can read.
+
+Each copy says which parts of which tensors it has, as a checkpoint's index does. A rank finds the
+copies in its own launcher's memory; those of other launchers it reads over a connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from colotrain.engine.comms import exchange
+from colotrain.engine.parts.part_map import Part
+from colotrain.engine.state.buddy import RemoteFile, RemoteLauncher
+from colotrain.engine.state.dcp_json import INVALID, FileSource, Source, index_of, join
+from colotrain.engine.state.manifest import Manifest
+from colotrain.engine.state.memory_file import MemoryFile
+from colotrain.errors import ConfigError
+from colotrain.records import from_plain, to_plain
+from colotrain.spec.elastic import CopyPlaces
+
+
+class Key(NamedTuple):
+    """What the copies of one moment have alike on all ranks; a later one is greater."""
+
+    number: int
+    """Number of the copy in this launch."""
+    step: int
+    world_size: int
+    attempt: str
+    """Random text of the attempt that made it."""
+
+
+def describe(parts: Mapping[str, Part | None], held: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what a copy of `held` adds to the whole, as plain data: name in the whole → part.
+
+    `parts` are the parts by their names in `held`; None: another rank adds the same.
+    """
+    found = {}
+    for name, part in parts.items():
+        if part is None:
+            continue
+        sizes = list(held[name].shape)
+        found[part.name] = {
+            "held": name,
+            "dtype": str(held[name].dtype).removeprefix("torch."),
+            # plain data, which is not divided, may have another length now
+            "shape": list(part.whole) if part.divided else sizes,
+            "offsets": list(part.begin),
+            "sizes": sizes,
+        }
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCopy:
+    """A copy in the memory of this rank's launcher."""
+
+    key: Key
+    rank: int
+    """Rank that made it."""
+    file: MemoryFile
+    handle: int
+    """The file's handle in the launcher."""
+    about: dict[str, Any]
+
+    def index(self) -> dict[str, Any]:
+        """Return its part of the index (`dcp_json.join`); the file is named by the rank."""
+        starts, tensors = self.file.places(), {}
+        for name, part in self.about["parts"].items():
+            start, length = starts[part["held"]]
+            box = {"offsets": part["offsets"], "sizes": part["sizes"]}
+            place = {"file": str(self.rank), "start": start, "length": length}
+            tensors[name] = {
+                "dtype": part["dtype"],
+                "shape": part["shape"],
+                "chunks": [box | place],
+            }
+        return tensors
+
+
+def key_of(about: dict[str, Any]) -> Key | None:
+    """Return the key of a copy with this description; None where it says only what is void."""
+    if "manifest" not in about:
+        return None
+    number, world_size = about["number"], about["rank"][1]
+    return Key(number, about["manifest"]["step"], world_size, about["attempt"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """This rank's share of the files in its launcher's memory."""
+
+    places: CopyPlaces
+    copies: list[FoundCopy]
+    newest: int
+    """Number of the newest copy in these files, be it void."""
+    valid_from: int
+    """Copies with smaller numbers are void, wherever they are."""
+
+
+def look(places: CopyPlaces, share: int, shares: int) -> Memory:
+    """Read the descriptions in every `shares`-th of the launcher's files, from `share` on."""
+    copies, newest, valid_from = [], 0, 0
+    for handle in places.files[share::shares]:
+        with suppress(OSError, *INVALID):
+            file = MemoryFile(path_of(places, handle))
+            if (about := file.read()) is None:
+                continue
+            newest = max(newest, about["number"])
+            valid_from = max(valid_from, about["valid_from"])
+            if (key := key_of(about)) is not None:
+                found = FoundCopy(
+                    key=key, rank=about["rank"][0], file=file, handle=handle, about=about
+                )
+                copies.append(found)
+    return Memory(places=places, copies=copies, newest=newest, valid_from=valid_from)
+
+
+def path_of(places: CopyPlaces, handle: int) -> str:
+    return f"/proc/{places.launcher}/fd/{handle}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeCopy:
+    """The state after a step, in copies of all ranks that there were then."""
+
+    key: Key
+    manifest: Manifest
+    index: Metadata
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def sizes(self) -> Mapping[str, Any]:
+        """Return the tensors' names, with their descriptions."""
+        return self.index.state_dict_metadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    """An intact copy and the launcher that has it, as told to all ranks."""
+
+    rank: int
+    launcher: str
+    """Address of the launcher's keeper."""
+    handle: int
+    num_bytes: int
+    index: dict[str, Any]
+    manifest: dict[str, Any]
+
+
+def join_copies(
+    key: Key, memory: Memory, tell: Callable[[str], None], readers: ExitStack
+) -> WholeCopy | None:
+    """Return the whole that the copies with this key are, if every one is somewhere and intact.
+
+    All ranks must call, each with its share of its launcher's files. `tell` is called with why
+    copies that are there cannot be read; `readers` end the connections on which they are read.
+    """
+    mine = [
+        _Holder(
+            rank=copy.rank,
+            launcher=memory.places.own,
+            handle=copy.handle,
+            num_bytes=copy.file.end(),
+            index=copy.index(),
+            manifest=copy.about["manifest"],
+        )
+        for copy in memory.copies
+        if copy.key == key and copy.file.is_intact()
+    ]
+    everyone = exchange.all_gather(to_plain(mine))
+    told = (from_plain(_Holder, holder) for one in everyone for holder in one)
+    holders = choose_holders(memory.places.own, told)
+    whole = None
+    if len(holders) == key.world_size:
+        try:
+            sources = open_sources(memory.places, holders, readers)
+            parts = [holder.index for holder in holders]
+            whole = WholeCopy(
+                key=key,
+                manifest=from_plain(Manifest, holders[0].manifest),
+                index=index_of(join(parts)["tensors"], sources.__getitem__),
+            )
+        except (ConfigError, *INVALID) as error:
+            tell(f"{type(error).__name__}: {error}")
+    unread = torch.tensor(float(whole is None))
+    dist.all_reduce(unread)
+    return whole if unread.item() == 0 else None
+
+
+def choose_holders(own: str, told: Iterable[_Holder]) -> list[_Holder]:
+    """Return one holder of each rank's copy, by rank: this rank's launcher where it has one."""
+    chosen: dict[int, _Holder] = {}
+    for holder in told:
+        if holder.rank not in chosen or holder.launcher == own:
+            chosen[holder.rank] = holder
+    return [chosen[rank] for rank in sorted(chosen)]
+
+
+def open_sources(
+    places: CopyPlaces, holders: Sequence[_Holder], readers: ExitStack
+) -> dict[str, Source]:
+    """Return the file of each rank's copy, by its name in the index, until `readers` are closed.
+
+    `OSError` or `ValueError` where a launcher does not answer.
+    """
+    launchers: dict[str, RemoteLauncher] = {}
+    sources: dict[str, Source] = {}
+    for holder in holders:
+        address = holder.launcher
+        if address == places.own:
+            sources[str(holder.rank)] = FileSource(Path(path_of(places, holder.handle)))
+            continue
+        if address not in launchers:
+            launcher = RemoteLauncher(address, secret=places.secret)
+            launchers[address] = readers.enter_context(closing(launcher))
+        file = RemoteFile(launchers[address], holder.handle, holder.num_bytes)
+        file.read_into(0, memoryview(bytearray(1)))  # `OSError` where it may not be read
+        sources[str(holder.rank)] = file
+    return sources
