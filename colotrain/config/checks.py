@@ -92,8 +92,6 @@ CODE = (
 )
 """Settings that are dotted paths, or null."""
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-NOT_YET: dict[str, tuple[Any, str]] = {}
-"""Settings in the schema that are not available yet → (their only value, what to do instead)."""
 
 
 def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
@@ -105,10 +103,6 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     values = dict(_leaves(to_plain(settings)))
     for key, value in values.items():
         yield from _check_range(key, value)
-    for key, (only, fix) in NOT_YET.items():
-        if values.get(key, only) != only:
-            expected = f"{'null' if only is None else only} (not available yet)"
-            yield Problem(key=key, value=values[key], expected=expected, fix=fix)
     yield from _check_model(settings, is_whole=is_whole)
     has_model = settings.model.target is not None or settings.model.hf is not None
     yield from check_data(settings.data, is_whole=is_whole and has_model)

@@ -113,7 +113,6 @@ class Fold:
             restart_causes=tuple(restart.cause for restart in self._restarts),
             nodes_left=tuple(self._nodes_left),
             launched_at=_finite(self._launches[0].t) if self._launches else None,
-            first_step_at=min(self._first_steps.values(), default=None),
             last_event_at=_finite(self._last_event_at),
             ended_at=done.t if done else None,
             time_to_first_step_s=self._time_to_first_step_s(),

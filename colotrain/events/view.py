@@ -160,7 +160,6 @@ class RunView:
     save_failure: str | None = None
     """Why the last save failed; None if it did not."""
     launched_at: float | None = None
-    first_step_at: float | None = None
     last_event_at: float | None = None
     ended_at: float | None = None
     time_to_first_step_s: float | None = None

@@ -313,10 +313,11 @@ def _is_too_long(data: Data, survey: Survey) -> bool:
 
 def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:
     """The survey after all scheduled unfreezing, when the most memory is needed."""
-    globs = [glob for globs in freeze.unfreeze.values() for glob in globs]
     parameters = [
         dataclasses.replace(p, frozen_by=None)
-        if any(fnmatchcase(name, glob) for name in (p.name, *p.aliases) for glob in globs)
+        if any(
+            fnmatchcase(name, glob) for name in (p.name, *p.aliases) for glob in freeze.scheduled
+        )
         else p
         for p in survey.parameters
     ]
@@ -338,8 +339,8 @@ def traces_of(
     scale: Scale,
 ) -> Traces:
     """Function that traces the model after all scheduled unfreezing; results are cached."""
-    thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
-    at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
+    exceptions = (*freeze.exceptions, *freeze.scheduled)
+    at_most = dataclasses.replace(freeze, exceptions=exceptions, unfreeze={})
 
     @functools.cache
     def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:

@@ -9,9 +9,9 @@ from colotrain.config.schema import Config
 from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
 from colotrain.spec.axes import MeshPlan
-from colotrain.spec.batch import Batch
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.pipeline_schedule import bubble
+from colotrain.spec.plan import BatchPlan
 from colotrain.spec.sequence import BlockSequence, Costs, balance
 from colotrain.spec.survey import Survey
 
@@ -150,9 +150,9 @@ def costs(survey: Survey, sequence: BlockSequence) -> Costs:
     return Costs(blocks=tuple(of_block.values()), after=after)
 
 
-def bubble_warning(scale: Scale, batch: Batch) -> Iterator[str]:
+def bubble_warning(scale: Scale, batch: BatchPlan) -> Iterator[str]:
     """Warning of fewer micro-batches than stages, of which some then wait most of the time."""
-    pp, steps = scale.mesh.pp, batch.accumulation
+    pp, steps = scale.mesh.pp, batch.accumulation_steps
     if steps < pp:
         share = bubble(pp, steps, scale.mesh.pp_chunks)
         yield (

@@ -9,11 +9,11 @@ from colotrain.config.schema import Config, Elastic
 from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
 from colotrain.spec.axes import DP_SHARD, Ranks
-from colotrain.spec.batch import Batch
+from colotrain.spec.plan import BatchPlan
 from colotrain.spec.resizing import reachable
 
 
-def check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Problem]:
+def check_sizes(elastic: Elastic, scale: Scale, batch: BatchPlan) -> Iterator[Problem]:
     """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = range(least, most + 1)

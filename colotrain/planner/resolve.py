@@ -53,7 +53,7 @@ from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.planner.stages import of_fullest_stage
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
-from colotrain.spec.batch import Batch, endless_evaluation, no_best, tokens_per_count
+from colotrain.spec.batch import endless_evaluation, no_best, tokens_per_count
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan
 from colotrain.spec.observing import ObservePlan, TextSamplesPlan
 from colotrain.spec.optimizers import optimizer_of
@@ -129,7 +129,10 @@ def resolve(
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     train = dataclasses.replace(train, ignore_index=study.ignore_index)
     observe = _observe(settings.observe)
-    batch_plan = dataclasses.replace(_batch(batch, data), reason=choice.reason)
+    # of a user's own dataset and of pairs the unit is the sample
+    per_sample = 1 if data.source == "target" or data.pairs else data.seq_len
+    tokens_per_step = batch.global_batch * per_sample
+    batch = dataclasses.replace(batch, tokens_per_step=tokens_per_step, reason=choice.reason)
     checkpoint = _checkpoint(settings, steps)
     at_most = at_peak(surveyed.divided(scale.mesh.tp), freeze)
     context = PlanningContext(
@@ -140,18 +143,18 @@ def resolve(
             hardware=timed_hardware(settings, scale, machine),
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
-            tokens_per_step=batch_plan.tokens_per_step,
+            tokens_per_step=batch.tokens_per_step,
             tokens_per_count=tokens_per_count(
                 pairs=data.pairs, seq_len=data.seq_len, of_samples=data.source == "target"
             ),
             world_size=scale.world,
             mesh=scale.mesh,
-            data_parallel=batch.world,
-            before=pass_before(model, at_most, data, train, scale, batch_plan, surveys),
+            data_parallel=batch.data_parallel,
+            before=pass_before(model, at_most, data, train, scale, batch, surveys),
         ),
         model=model,
         data=data,
-        batch=batch_plan,
+        batch=batch,
         train=train,
         optim=optim,
         observe=observe,
@@ -175,10 +178,8 @@ def resolve(
         mesh=scale.mesh,
         model=model,
         data=data,
-        batch=batch_plan,
-        train=dataclasses.replace(
-            train, eval_first=evaluates_first(train, batch_plan, option.time)
-        ),
+        batch=batch,
+        train=dataclasses.replace(train, eval_first=evaluates_first(train, batch, option.time)),
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=surveyed.matched),
         cluster=_cluster(scale, machine),
@@ -199,9 +200,9 @@ def resolve(
             *warn_of_new_rows(settings, surveyed),
             *surveyed.remarks,
             *study.notes,
-            *warn_of_batch_norms(surveyed, batch_plan),
+            *warn_of_batch_norms(surveyed, batch),
             *bubble_warning(scale, batch),
-            *warn_of_durations(train, batch_plan, option.time),
+            *warn_of_durations(train, batch, option.time),
         ),
     )
     if hints:
@@ -247,18 +248,6 @@ def _freeze(freeze: Freeze) -> FreezePlan:
         patterns=tuple(freeze.patterns),
         exceptions=tuple(freeze.except_),
         unfreeze={step: tuple(globs) for step, globs in sorted(freeze.unfreeze.items())},
-    )
-
-
-def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
-    """The batch plan; for a user's own dataset and for pairs `tokens_per_step` counts samples."""
-    per_sample = 1 if data.source == "target" or data.pairs else data.seq_len
-    return BatchPlan(
-        global_batch=batch.global_batch,
-        micro_batch=batch.micro_batch,
-        accumulation_steps=batch.accumulation,
-        data_parallel=batch.world,
-        tokens_per_step=batch.global_batch * per_sample,
     )
 
 

@@ -14,8 +14,9 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine
 from colotrain.planner.rates import hardware_of, known
 from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, MeshPlan, Ranks
-from colotrain.spec.batch import Batch, Sizes, solve
+from colotrain.spec.batch import Sizes, solve
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
+from colotrain.spec.plan import BatchPlan
 from colotrain.spec.sequence import BlockSequence
 
 MOST_CPU_RANKS = 8
@@ -50,7 +51,7 @@ class Scale:
 
 def scale_out(
     settings: Config, machine: Machine, problems: list[Problem]
-) -> tuple[Scale, Batch | None]:
+) -> tuple[Scale, BatchPlan | None]:
     """Ranks and batch, computed together. After a problem the batch is None, the scale a guess."""
     cluster = settings.cluster
     hardware = settings.hardware
@@ -68,7 +69,7 @@ def scale_out(
     nodes = max(1, cluster.nodes)
     procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
     if cluster.procs_per_node == "auto":
-        procs = batch.world * mesh.together // nodes if batch else default[0]
+        procs = batch.data_parallel * mesh.together // nodes if batch else default[0]
     procs = max(1, procs)
     memory_bytes = _memory_bytes(settings, device, procs, machine, problems)
     scale = Scale(
@@ -172,7 +173,7 @@ def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
     return min(machine.num_cores, MOST_CPU_RANKS), 2 * machine.num_cores
 
 
-def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) -> Batch | None:
+def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) -> BatchPlan | None:
     train, cluster, steps = settings.train, settings.cluster, settings.accumulate.steps
     unknown = train.global_batch is None and train.micro_batch is None
     has_model = settings.model.target is not None or settings.model.hf is not None

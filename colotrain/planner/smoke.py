@@ -53,7 +53,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     small["observe"] |= {"log_every": 1, "trackers": [], "metrics_port": None, "notify": {}}
     for section, name in (("observe", "grads_every"), ("elastic", "check_every")):
         small[section][name] = 1 if small[section][name] else small[section][name]
-    later = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
+    later = list(plan.freeze.scheduled)
     small["freeze"]["unfreeze"] = {"1": later} if later else {}
     return small
 

@@ -26,7 +26,7 @@ class Axis(StrEnum):
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = Axis
 STAGE = (DP_REPLICATE, DP_SHARD, TP)
-"""Axes in which the ranks of a stage differ."""
+"""Axes along which ranks of one pipeline stage differ; without stages, all ranks."""
 SAMPLES = (PP, CP, TP)
 """Axes in which the ranks that work on the same samples differ."""
 
@@ -41,14 +41,18 @@ class Ranks:
     """
 
     sizes: Mapping[Axis, int]
-    """Axis → size, outermost first, of the axes that there are. The product is the number of
-    ranks, without that of `cp`, which divides the ranks of `dp_replicate` × `dp_shard` again."""
+    """Axis → size, outermost first, of the axes that there are.
+
+    The context-parallel size is not a factor of the world size: each context-parallel group
+    consists of neighbouring data-parallel ranks.
+    """
 
     @classmethod
     def of(cls, mesh: MeshPlan, *, world: int, shard: int | None = None) -> Ranks:
         """Return the arrangement of `world` ranks, of which `shard` divide each parameter.
 
-        None: there are no replicas. Ranks that no whole group is left for are left out.
+        None: there are no replicas. If `world` is not a multiple of pp × tp × shard, the remaining
+        ranks are left out.
         """
         copies = world // (mesh.pp * mesh.tp)
         data = {DP_SHARD: copies}
@@ -63,7 +67,7 @@ class Ranks:
 
     @property
     def readers(self) -> int:
-        """Groups of ranks that work on the same samples."""
+        """Number of groups that read different samples; ranks within a group read the same ones."""
         return self.size(DP_REPLICATE, DP_SHARD) // self.size(CP)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colotrain.errors import Problem
+from colotrain.spec.plan import BatchPlan
 
 
 def tokens_per_count(*, pairs: bool, seq_len: int, of_samples: bool = False) -> int:
@@ -41,18 +42,7 @@ class Sizes:
     """What messages call the number of ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The four sizes, all known."""
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    world: int
-    """Groups of ranks that work on the same samples."""
-
-
-def solve(sizes: Sizes) -> Batch | Problem:
+def solve(sizes: Sizes) -> BatchPlan | Problem:
     """Compute the sizes that were left out, or the problem that makes them impossible.
 
     Accumulation is 1 where it was left out with another size. Where the number of ranks was left
@@ -68,29 +58,29 @@ def solve(sizes: Sizes) -> Batch | Problem:
         _solve_at(sizes, sizes.nodes * procs // sizes.together)
         for procs in range(largest, 0, -sizes.unit)
     ]
-    return next((found for found in tried if isinstance(found, Batch)), tried[0])
+    return next((found for found in tried if isinstance(found, BatchPlan)), tried[0])
 
 
-def _solve_at(sizes: Sizes, w: int) -> Batch | Problem:
+def _solve_at(sizes: Sizes, w: int) -> BatchPlan | Problem:
     g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
     if g is not None and m is not None and a is not None:
         return _compare(g, m, a, w, sizes.ranks)
     if g is not None and m is not None:
         if g % (m * w):
             return _indivisible(g, {"micro_batch": m, sizes.ranks: w})
-        return Batch(global_batch=g, micro_batch=m, accumulation=g // (m * w), world=w)
+        return _batch(g, m, g // (m * w), w)
     a = a or 1
     if g is not None:
         if g % (a * w):
             return _indivisible(g, {"accumulation": a, sizes.ranks: w})
-        return Batch(global_batch=g, micro_batch=g // (a * w), accumulation=a, world=w)
+        return _batch(g, g // (a * w), a, w)
     if m is not None:
-        return Batch(global_batch=m * a * w, micro_batch=m, accumulation=a, world=w)
+        return _batch(m * a * w, m, a, w)
     fix = "for example train.micro_batch=8"
     return Problem(key="train.micro_batch", expected="a size (or train.global_batch)", fix=fix)
 
 
-def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> Batch | Problem:
+def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> BatchPlan | Problem:
     if g % (m * a):
         return _indivisible(g, {"micro_batch": m, "accumulation": a})
     world = g // (m * a)
@@ -105,13 +95,17 @@ def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> Batch | Problem:
         expected = f"a {sizes.ranks} of at most {most} here, not {world} = {factors}"
         fix = "leave accumulate.steps out, or set cluster.procs_per_node"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
-    return Batch(global_batch=g, micro_batch=m, accumulation=a, world=world)
+    return _batch(g, m, a, world)
 
 
-def _compare(g: int, m: int, a: int, w: int, ranks: str) -> Batch | Problem:
+def _batch(g: int, m: int, a: int, w: int) -> BatchPlan:
+    return BatchPlan(global_batch=g, micro_batch=m, accumulation_steps=a, data_parallel=w)
+
+
+def _compare(g: int, m: int, a: int, w: int, ranks: str) -> BatchPlan | Problem:
     product = m * a * w
     if g == product:
-        return Batch(global_batch=g, micro_batch=m, accumulation=a, world=w)
+        return _batch(g, m, a, w)
     expected = f"{product} = micro_batch {m} × accumulation {a} × {ranks} {w}"
     fix = f"set train.global_batch={product}, or leave one of the four out"
     return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)

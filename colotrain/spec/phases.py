@@ -57,7 +57,7 @@ FINISHING = frozenset(
 """Phases that a rank can finish without a failed rank, which may have finished them; in seconds."""
 
 LEFT_ALONE = frozenset({Phase.CHECKPOINT, Phase.ROLLBACK})
-"""Phases in which a rank may do more than a failed one is missing for. Nobody waits for them."""
+"""Phases that may not need the failed rank: other ranks continue, and nobody waits for them."""
 
 
 def where(phase: Phase | None, step: int, stage: int | None = None) -> str:

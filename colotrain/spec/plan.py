@@ -278,6 +278,11 @@ class FreezePlan:
     matched: dict[str, int] = field(default_factory=dict)
     """Pattern → number of parameters whose names match it."""
 
+    @property
+    def scheduled(self) -> tuple[str, ...]:
+        """The patterns that `unfreeze` names at any step."""
+        return tuple(glob for globs in self.unfreeze.values() for glob in globs)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import shutil
 import subprocess
 import sys
@@ -26,9 +27,9 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine, this_machine
 from colotrain.planner.model_states import model_state_bytes
 from colotrain.rundir import OFFLOAD
-from colotrain.spec.batch import Batch, Sizes, solve
+from colotrain.spec.batch import Sizes, solve
 from colotrain.spec.memory import MemoryBreakdown
-from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
+from colotrain.spec.plan import BatchPlan, FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.quantities import format_size
 from colotrain.spec.survey import ParameterInfo, Survey
@@ -163,9 +164,10 @@ def sizes(g: int | None, m: int | None, a: int | None, procs: int | None, **more
 )
 def test_any_one_size_may_be_left_out(given: Sizes, solved: tuple[int, ...]) -> None:
     found = solve(given)
-    assert isinstance(found, Batch), str(found)
-    assert (found.global_batch, found.micro_batch, found.accumulation, found.world) == solved
-    assert found.global_batch == found.micro_batch * found.accumulation * found.world
+    assert isinstance(found, BatchPlan), str(found)
+    sizes = (found.micro_batch, found.accumulation_steps, found.data_parallel)
+    assert (found.global_batch, *sizes) == solved
+    assert found.global_batch == math.prod(sizes)
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_a_checkpoint_is_due_by_time(tmp_path: Path) -> None:
     for long_ago, due in ((59, False), (61, True)):
         for saver in savers:
             saver.began_at = time.monotonic() - long_ago
-        assert [saver.is_due() for saver in savers] == [False, due]
+        assert [saver.is_due_by_time() for saver in savers] == [False, due]
 
 
 def test_a_stop_file_of_an_earlier_launch_asks_for_nothing(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ class StepTotals:
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     micro_batches: int = 0
     odd: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    """Number of micro-batches whose count is no whole number, or 0 beside a loss, where asked."""
+    """Number of micro-batches whose count of targets is fractional, or 0 although the loss is not.
+
+    They are counted only with `asks_odd`.
+    """
     asks_odd: bool = False
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
@@ -139,7 +142,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return `weighted_output` without the output."""
+    """Return the summed loss of a micro-batch and its number of targets."""
     return weighted_output(model, batch)[:2]
 
 

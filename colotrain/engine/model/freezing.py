@@ -56,8 +56,8 @@ def _reason(
 
 def unfrozen_later(model: nn.Module, plan: FreezePlan) -> set[str]:
     """Return the parameters that the schedule unfreezes at any step, past steps included."""
-    globs = [glob for step in plan.unfreeze.values() for glob in step]
-    return {known_as[0] for known_as in names_of(model).values() if matches(known_as, globs)}
+    known = names_of(model).values()
+    return {known_as[0] for known_as in known if matches(known_as, plan.scheduled)}
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -74,5 +74,5 @@ def matches(known_as: Iterable[str], globs: Iterable[str]) -> bool:
 
 def _count_matches(known: Iterable[list[str]], plan: FreezePlan) -> dict[str, int]:
     known = list(known)
-    globs = (*plan.patterns, *plan.exceptions, *(g for gs in plan.unfreeze.values() for g in gs))
+    globs = (*plan.patterns, *plan.exceptions, *plan.scheduled)
     return {glob: sum(matches(names, [glob]) for names in known) for glob in globs}

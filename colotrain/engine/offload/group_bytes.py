@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.engine.model.freezing import matches
+from colotrain.engine.model.freezing import matches, names_of
 from colotrain.engine.model.probes import memory_now
 from colotrain.spec.offload import (
     SAFETY,
@@ -34,10 +34,7 @@ def measure_bytes(
     `state_ratio` is bytes of optimizer state per byte of parameter. The result is the same on every
     rank, because shards are counted with the padding that makes them equal.
     """
-    unfrozen = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_of(model)
     sizes = []
     for name, modules in [*groups, ("", [model])]:
         declared = []
@@ -45,7 +42,7 @@ def measure_bytes(
             known_as = names.pop(parameter, None)
             if known_as is None:  # counted with a group inside this one already
                 continue
-            trains = parameter.requires_grad or matches(known_as, unfrozen)
+            trains = parameter.requires_grad or matches(known_as, plan.freeze.scheduled)
             shape, itemsize = tuple(parameter.shape), parameter.itemsize
             declared.append(Declared(shape=shape, itemsize=itemsize, trains=trains))
         ranks = plan.plugin.dp_shard

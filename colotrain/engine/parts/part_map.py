@@ -34,7 +34,10 @@ class Part:
     stages: tuple[int, ...] = (0,)
     """Pipeline stages that have it."""
     counts: bool
-    """Whether this rank's numbers enter sums over all ranks: of ranks with the same, one's do."""
+    """Whether this rank's numbers enter norms and sums.
+
+    Of the ranks that hold the same numbers, exactly one counts.
+    """
     writes: bool
     """Whether this rank saves them: ranks with the same numbers take turns, by the name."""
     frozen: str | None = None

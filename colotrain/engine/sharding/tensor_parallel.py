@@ -31,7 +31,10 @@ class TensorGroup:
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameter → what this rank has of it; all others are whole, and equal on all ranks."""
     partial: frozenset[str] = frozenset()
-    """Names of whole parameters of whose gradients a rank's backward leaves a part."""
+    """Names of replicated parameters whose gradients each rank computes only in part.
+
+    Their gradients must be summed over the tensor-parallel group.
+    """
 
     def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
         """Set gradients to their sums over the group, with the same bits on all of its ranks.

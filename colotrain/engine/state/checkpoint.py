@@ -211,10 +211,10 @@ def fill(
 
 
 def _has_same_ranks(run: Run, manifest: Manifest) -> bool:
-    """Whether every rank does what the rank of its number did, so that it takes that one's state.
+    """Whether the checkpoint has the same world size and the same sizes of pp, cp and tp.
 
-    Otherwise generators start from the seed again, and buffers that differed have the first rank's
-    values.
+    Only then does each rank restore its own random generators and buffers. Otherwise generators
+    start from the seed again, and buffers that differed have the first rank's values.
     """
     then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
     alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in ("pp", "cp", "tp"))

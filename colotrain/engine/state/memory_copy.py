@@ -218,10 +218,10 @@ class MemoryCopies:
             self.files.reverse()  # the other one is overwritten first
 
     def clear(self) -> None:
-        """Make all copies void, because the state that they hold must not come back.
+        """Invalidate all copies, because the state that they hold must not come back.
 
-        What says so stands in this rank's files until copies that say so, too, replace it: other
-        launchers may have copies that are void.
+        A marker in this rank's files keeps older copies, also those of other launchers, from being
+        restored, until a new copy carries the marker.
         """
         with suppress(OSError):  # what is being written is void, too
             self.finish()

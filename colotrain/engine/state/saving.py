@@ -71,8 +71,8 @@ class Saver:
         token = exchange.broadcast(os.urandom(4).hex())
         return Saver(plan=plan, rundir=rundir, events=events, token=token)
 
-    def is_due(self) -> bool:
-        """Whether the last save began long enough ago, by this rank's clock."""
+    def is_due_by_time(self) -> bool:
+        """Whether `checkpoint.every` as a duration has passed since this rank's last save began."""
         return 0 < self.plan.checkpoint.every_s <= time.monotonic() - self.began_at
 
     def begin(self, pieces: list[Piece], manifest: Manifest, *, background: bool = True) -> None:

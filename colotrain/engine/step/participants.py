@@ -141,7 +141,7 @@ class Saving(Participant):
     """Writes checkpoints when they are due."""
 
     def asks(self) -> Mapping[str, Ask]:
-        return {"save": Any_(self.run.saver.is_due())}
+        return {"save": Any_(self.run.saver.is_due_by_time())}
 
     def before_update(self, agreed: Agreed) -> None:
         if agreed.finite:
@@ -157,9 +157,10 @@ class Saving(Participant):
         due = is_best or is_due(run.step, run.plan.checkpoint.every)
         if result is not None:  # a run that stops is saved in any case
             return not result.stops and (result.agreed["save"] or due)
-        ended_in_it = run.copies is not None and run.copies.resumed and due  # the attempt before
+        # the previous attempt may have ended while this checkpoint was due
+        resumed_when_due = run.copies is not None and run.copies.resumed and due
         # a run that may roll back always has a checkpoint of its own
-        return ended_in_it or run.plan.train.on_nonfinite == "rollback"
+        return resumed_when_due or run.plan.train.on_nonfinite == "rollback"
 
 
 class OnGradients(Participant):
