@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from colotrain.engine.build.transforms import TRANSFORMS, Transform
-
-NAMES = [transform.name for transform in TRANSFORMS]
+from colotrain.engine.build.transforms import TRANSFORMS, Transform, in_order
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=NAMES)
-def test_what_comes_before_a_transform_is_named_with_its_reason(transform: Transform) -> None:
-    before = transform.after.split(", ") if transform.after else []
-    assert set(before) <= set(NAMES[: NAMES.index(transform.name)])
-    assert bool(before) == bool(transform.why)
+def nothing(build: object) -> None:
+    pass
 
 
-def test_names_are_given_once() -> None:
-    assert len(set(NAMES)) == len(NAMES)
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            Transform("early", nothing, after=frozenset({"shard"}), why="it reads shards"),
+            "too early",
+        ),
+        (Transform("unexplained", nothing, after=frozenset({"freeze"})), "unexplained"),
+        (Transform("freeze", nothing), "one name"),
+    ],
+)
+def test_a_row_in_the_wrong_place_or_without_a_reason_is_found(row: Transform, says: str) -> None:
+    first, other = TRANSFORMS[0], Transform("other", nothing)
+    assert in_order(first, other) == (first, other)
+    with pytest.raises(AssertionError, match=says):
+        in_order(first, row)

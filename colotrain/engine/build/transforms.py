@@ -87,11 +87,22 @@ class Transform:
 
     name: str
     apply: Callable[[Build], None]
-    after: str = ""
+    after: frozenset[str] = frozenset()
     """Names of the transforms that must come before it."""
     why: str = ""
     """The reason for that."""
     applies: Callable[[RunPlan], bool] = lambda plan: True
+
+
+def in_order(*transforms: Transform) -> tuple[Transform, ...]:
+    """Return `transforms`, after checking that each follows those that it names, with a reason."""
+    before: set[str] = set()
+    for transform in transforms:
+        assert transform.after <= before, f"{transform.name} comes too early"
+        assert bool(transform.after) == bool(transform.why), transform.name
+        before.add(transform.name)
+    assert len(before) == len(transforms), "two transforms have one name"
+    return transforms
 
 
 def transform_(build: Build) -> None:
@@ -238,82 +249,84 @@ def recomputes(how: str) -> Callable[[RunPlan], bool]:
     return lambda plan: plan.train.activation_checkpointing == how
 
 
-TRANSFORMS = (
+TRANSFORMS = in_order(
     Transform("freeze", freeze),
     Transform("begin training", begin_training),
     Transform("find undecayed", find_undecayed),
     Transform(
         "divide parameters",
         divide_parameters,
-        after="freeze, find undecayed",
+        after=frozenset({"freeze", "find undecayed"}),
         why="modules have other classes then, and parts of their parameters",
         applies=lambda plan: plan.mesh.tp > 1,
     ),
     Transform(
         "agree on groups",
         agree_on_groups,
-        after="freeze, begin training, divide parameters",
+        after=frozenset({"freeze", "begin training", "divide parameters"}),
         why="a group is of one kind of parameters, found by a forward as in training, and has the "
         "bytes of this rank's parts",
     ),
     Transform(
         "keep stage",
         keep_stage,
-        after="agree on groups",
+        after=frozenset({"agree on groups"}),
         why="the forward that finds groups needs all blocks",
         applies=lambda plan: plan.mesh.pp > 1,
     ),
     Transform(
         "divide sequences",
         divide_sequences,
-        after="agree on groups, keep stage",
+        after=frozenset({"agree on groups", "keep stage"}),
         why="no forward may run on a single rank afterwards",
         applies=lambda plan: plan.mesh.cp > 1,
     ),
     Transform(
         "recompute selectively",
         recompute,
-        after="keep stage",
+        after=frozenset({"keep stage"}),
         why="blocks of other stages are not there any more",
         applies=recomputes("selective"),
     ),
     Transform(
         "compile",
         compile_blocks,
-        after="divide sequences, recompute selectively",
+        after=frozenset({"divide sequences", "recompute selectively"}),
         why="the compiler must see which outputs are kept",
         applies=lambda plan: plan.train.compile,
     ),
     Transform(
         "recompute fully",
         recompute,
-        after="compile",
+        after=frozenset({"compile"}),
         why="backward runs the compiled forward of a block again",
         applies=recomputes("full"),
     ),
     Transform(
         "shard",
         shard,
-        after="agree on groups, keep stage, recompute selectively, compile, recompute fully",
+        after=frozenset(
+            {"agree on groups", "keep stage", "recompute selectively", "compile", "recompute fully"}
+        ),
         why="what replaces a block's forward is inside the hooks that gather and free",
     ),
     Transform(
         "offload",
         offload,
-        after="shard",
+        after=frozenset({"shard"}),
         why="tiers hold a rank's shards",
         applies=lambda plan: plan.plugin.budget is not None,
     ),
     Transform(
         "fill",
         fill,
-        after="shard, offload",
+        after=frozenset({"shard", "offload"}),
         why="no rank ever has a whole model, and storage is in its tier from the beginning",
     ),
     Transform(
         "count waits",
         count_waits,
-        after="fill",
+        after=frozenset({"fill"}),
         why="what a run waits for others is counted from its first step",
         applies=lambda plan: plan.cluster.device == "cpu",
     ),
