@@ -23,6 +23,7 @@ from colotrain.records import to_plain
 from colotrain.rundir import RUNS
 from colotrain.schedulers import slurm_settings
 from colotrain.schedulers.registry import SCHEDULERS
+from colotrain.spec.observing import TRACKERS
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 
 AT_LEAST: dict[str, float] = {
@@ -79,7 +80,6 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "optim.schedule.warmup_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
-TRACKERS = ("tensorboard", "wandb", "mlflow")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 CODE = (
     "model.target",

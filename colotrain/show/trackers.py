@@ -20,6 +20,7 @@ from colotrain.events.view import unit_of
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.thread_warnings import ThreadWarnings
+from colotrain.spec.observing import TRACKERS
 from colotrain.spec.plan import RunPlan
 
 CLOSE_S = 20.0
@@ -107,7 +108,7 @@ class Trackers:
             self._try(name, tracker.close)
 
     def _open(self, name: str) -> Tracker:
-        return TRACKERS[name](self._plan, self._rundir)
+        return MADE_BY[name](self._plan, self._rundir)
 
     def _try(self, name: str, action: Callable[[], Any]) -> Any:
         """Return the result of `action` (True for None), or None with a warning if it raises."""
@@ -271,8 +272,6 @@ def _settings(plain: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-TRACKERS: dict[str, Callable[[RunPlan, RunDir], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-}
+MADE_BY: dict[str, Callable[[RunPlan, RunDir], Tracker]] = dict(
+    zip(TRACKERS, (TensorBoard, WeightsAndBiases, MLflow), strict=True)
+)

@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 Notified = Literal["finished", "failed", "stopped", "restarted"]
 NOTIFIED: tuple[Notified, ...] = get_args(Notified)
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Names of trackers; `show.trackers` has the class of each."""
 VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 """Reference to an environment variable, which files keep in place of its value."""
 KEEPS_VARIABLES = ("observe.notify.command", "observe.notify.url")

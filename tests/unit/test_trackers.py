@@ -15,11 +15,10 @@ import pytest
 from generated import gradients, parameters
 from test_view import launcher, plan_of, step, worker
 
-from colotrain.config.checks import TRACKERS as KNOWN
 from colotrain.events.event import Event
 from colotrain.rundir import RunDir
 from colotrain.show import trackers as module
-from colotrain.show.trackers import TRACKERS, Trackers
+from colotrain.show.trackers import MADE_BY, Trackers
 from colotrain.spec.plan import RunPlan
 
 
@@ -60,7 +59,7 @@ def track(rundir: RunDir, events: Sequence[Event], *names: str) -> list[str]:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Notebook]:
-    monkeypatch.setitem(TRACKERS, "notebook", Notebook)
+    monkeypatch.setitem(MADE_BY, "notebook", Notebook)
     NOTEBOOKS.clear()
     return NOTEBOOKS
 
@@ -76,10 +75,6 @@ EVENTS = [
     worker("started", 9.0, attempt=1, step=0),
     step(1, attempt=1, loss=math.nan),
 ]
-
-
-def test_the_names_that_may_be_written_are_those_that_exist() -> None:
-    assert set(KNOWN) == set(TRACKERS)
 
 
 def test_a_tracker_gets_what_rank_0_records(tmp_path: Path, notebook: list[Notebook]) -> None:
@@ -131,7 +126,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
         def log(self, step: int, t: float, values: dict[str, float]) -> None:
             raise OSError("disk full")
 
-    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    monkeypatch.setitem(MADE_BY, "broken", Broken)
     (warning,) = track(RunDir(tmp_path), EVENTS, "broken", "notebook")
     assert "broken failed and is left out from here on (disk full)" in warning
     assert len(notebook[1].logged) == 4
@@ -146,7 +141,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
         def log(self, step: int, t: float, values: dict[str, float]) -> None:
             release.wait(60)
 
-    monkeypatch.setitem(TRACKERS, "stuck", Stuck)
+    monkeypatch.setitem(MADE_BY, "stuck", Stuck)
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
     monkeypatch.setattr(module, "MOST_WAITING", 3)
     with Trackers(plan_with("stuck"), RunDir(tmp_path)) as running:
