@@ -67,13 +67,13 @@ def mark_of_run(folder: Path) -> str:
 
 def mark_of_model(folder: Path) -> str:
     """Return the files by which a folder is a model's: one that describes it, beside weights."""
-    weights = (path.name for pattern in WEIGHTS for path in folder.glob(pattern))
-    if (file := next(weights, None)) is None:
-        return ""
     for name, keys in IN_MODELS.items():
         about = _read(folder / name)
         if isinstance(about, dict) and about.keys() & keys:
-            return f"it has {name} and {file}"
+            # a survey depends on the folders that are listed: not on one that is no model's
+            weights = (path.name for pattern in WEIGHTS for path in folder.glob(pattern))
+            if file := next(weights, ""):
+                return f"it has {name} and {file}"
     return ""
 
 
