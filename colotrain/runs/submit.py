@@ -240,7 +240,7 @@ def _with_code(job: Job, rundir: RunDir, *, key: str) -> Job:
     """Return the job with a copy of the working tree as its working directory."""
     number = len(list(rundir.path.glob(f"{rundir.code.name}*")))
     target = rundir.code if number == 0 else rundir.code.with_name(f"{rundir.code.name}-{number}")
-    return replace(job, cwd=str(take(Path.cwd(), target, key=key)))
+    return replace(job, cwd=str(copy_tracked_files(Path.cwd(), target, key=key)))
 
 
 def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
@@ -263,7 +263,9 @@ def report(document: dict[str, Any], text: str, *, as_json: bool) -> int:
 TIMEOUT_S = 120.0
 
 
-def take(cwd: Path, target: Path, *, key: str = f"cluster.{DEFAULT}.snapshot") -> Path:
+def copy_tracked_files(
+    cwd: Path, target: Path, *, key: str = f"cluster.{DEFAULT}.snapshot"
+) -> Path:
     """Copy the files that git tracks around `cwd` to `target`; return the path of `cwd` in it.
 
     `key` is the setting that asks for it, for messages.

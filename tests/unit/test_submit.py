@@ -14,7 +14,7 @@ from colotrain.config.compose import combinations
 from colotrain.errors import ConfigError, UsageError
 from colotrain.events import liveness
 from colotrain.rundir import RunDir
-from colotrain.runs.submit import take
+from colotrain.runs.submit import copy_tracked_files
 from colotrain.runs.sweep import elements_of
 from colotrain.schedulers import slurm_queue as queue
 from colotrain.schedulers.job import JobState, Submitted
@@ -254,13 +254,13 @@ def test_a_snapshot_is_what_git_tracks_now(tmp_path: Path) -> None:
         subprocess.run([*git, *words], check=True)
     (tree / "sub" / "model.py").write_text("edited")
     (tree / "sub" / "notes.txt").write_text("unknown to git")
-    place = take(tree / "sub", tmp_path / "code")
+    place = copy_tracked_files(tree / "sub", tmp_path / "code")
     assert place == tmp_path / "code" / "sub"
     assert (place / "model.py").read_text() == "edited"
     assert not (place / "notes.txt").exists()
     assert subprocess.run([*git, "stash", "list"], capture_output=True).stdout == b""
     with pytest.raises(UsageError, match="snapshot"):
-        take(tmp_path, tmp_path / "other")
+        copy_tracked_files(tmp_path, tmp_path / "other")
 
 
 def test_a_requeued_job_takes_over_from_its_lost_node(
