@@ -15,6 +15,7 @@ from typing import Any
 
 from colotrain.config import schema
 from colotrain.records import field_types
+from colotrain.spec.rules import RULES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARK = "<!-- Below: made from the schema by `make docs`; do not edit. -->\n"
@@ -68,9 +69,18 @@ def reference(record: Any, path: str = "") -> Iterator[str]:
         yield from reference(value, f"{key}.")
 
 
+def exclusions() -> Iterator[str]:
+    """Markdown of what excludes what: a table of all rules."""
+    yield "\n### What excludes what\n\nWith the first setting the second one must be as shown.\n\n"
+    yield "| with | setting | must be | because |\n| --- | --- | --- | --- |\n"
+    for rule in RULES:
+        yield f"| `{rule.when}` | `{rule.key}` | {rule.choices} | {rule.why} |\n"
+
+
 def page(text: str) -> str:
     """`text`, the page as it stands, with its reference made anew."""
-    return text.partition(MARK)[0] + MARK + "\n" + "".join(reference(schema.Config()))
+    made = "".join([*reference(schema.Config()), *exclusions()])
+    return text.partition(MARK)[0] + MARK + "\n" + made
 
 
 if __name__ == "__main__":

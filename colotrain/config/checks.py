@@ -25,6 +25,7 @@ from colotrain.schedulers import slurm_settings
 from colotrain.schedulers.registry import SCHEDULERS
 from colotrain.spec.observing import TRACKERS
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
+from colotrain.spec.rules import check_rules
 
 AT_LEAST: dict[str, float] = {
     "data.seq_len": 1,
@@ -116,9 +117,11 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from check_address(settings.runs_dir)
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)
-    yield from _check_best(settings)
-    yield from check_objective(settings)
-    yield from _check_text_samples(settings)
+    yield from check_rules(values)
+    prompts = settings.observe.samples.prompts
+    if not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        key, expected = "observe.samples.prompts", "texts of at least one character"
+        yield Problem(key=key, value=prompts, expected=expected)
     yield from check_observing(settings)
     for name in settings.observe.trackers:
         if name not in TRACKERS:
@@ -160,13 +163,7 @@ def _check_range(key: str, value: Any) -> Iterator[Problem]:
 
 def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     model = settings.model
-    if model.target is not None and model.hf is not None:
-        expected, fix = "one of model.target and model.hf", "set the other to null"
-        yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)
-    elif model.deferred_init and model.hf is not None:
-        expected, fix = "false with model.hf: weights are read after sharding", "leave it out"
-        yield Problem(key="model.deferred_init", value=True, expected=expected, fix=fix)
-    elif model.hf is not None and not Path(model.hf).expanduser().is_dir():
+    if model.hf is not None and not Path(model.hf).expanduser().is_dir():
         expected, fix = "a model directory that exists", f"correct the path (now in {Path.cwd()})"
         yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)
     if model.target is not None or model.hf is not None or not is_whole:
@@ -326,95 +323,9 @@ def _check_rollback(settings: Config) -> Iterator[Problem]:
         yield Problem(key=key, value=value, expected=expected, fix="for example 100")
 
 
-def _check_best(settings: Config) -> Iterator[Problem]:
-    best, rule = settings.checkpoint.best.metric, settings.train.stop_early.metric
-    steps = settings.train.eval_steps
-    for key, metric, needed in (
-        ("checkpoint.best.metric", best, {"checkpoint.every": settings.checkpoint.every}),
-        ("train.stop_early.metric", rule, {"train.eval_every": settings.train.eval_every or 0}),
-    ):
-        off = [name for name, v in {**needed, "train.eval_steps": steps}.items() if v == 0]
-        if metric is not None and off:
-            expected, fix = f"null under {off[0]}=0", f"raise {off[0]}"
-            yield Problem(key=key, value=metric, expected=expected, fix=fix)
-
-
-def _check_text_samples(settings: Config) -> Iterator[Problem]:
-    samples, key = settings.observe.samples, "observe.samples.prompts"
-    if not samples.prompts:
-        return
-    if not all(isinstance(prompt, str) and prompt for prompt in samples.prompts):
-        yield Problem(key=key, value=samples.prompts, expected="texts of at least one character")
-    by_tokens = settings.mesh.tp > 1 and settings.mesh.sequence_parallel
-    for off, setting, reason in (
-        (settings.data.target, "data.target", "whose tokenizer is not known"),
-        (settings.mesh.cp > 1, "mesh.cp above 1", "which divides every sample"),
-        (by_tokens, "mesh.sequence_parallel", "which divides every sample"),
-    ):
-        if off:
-            expected, fix = f"none with {setting}, {reason}", "set observe.samples.prompts=[]"
-            yield Problem(key=key, value=samples.prompts, expected=expected, fix=fix)
-
-
 def find_resume(resume: str) -> Path | None:
     """Return the folder of a run or checkpoint, given as a path or as a name under ./runs."""
     for folder in (Path(resume).expanduser(), RUNS / resume):
         if resume and folder.is_dir():
             return folder.absolute()
     return None
-
-
-Excluded = Iterator[tuple[str, Any, tuple[Any, ...], str]]
-"""Key, value, values that are allowed, and a reason."""
-
-
-def check_objective(settings: Config) -> Iterator[Problem]:
-    """Yield what cannot be had together with the objective."""
-    objective = settings.train.objective
-    if objective is None:
-        return
-    under = f"under train.objective={objective}"
-    for key, value, allowed, why in EXCLUDED[objective](settings):
-        if value not in allowed:
-            shown = " or ".join("null" if v is None else f"{v}".lower() for v in allowed)
-            expected = f"{shown} {under}{why}"
-            yield Problem(key=key, value=value, expected=expected, fix=f"set {key}={shown}")
-    resume = settings.checkpoint.resume
-    if objective == "dpo" and resume not in ("auto", "none"):
-        expected = f"auto or none {under}, whose reference is the model as the run begins"
-        fix = "export that checkpoint (`colotrain export`), and name the directory in model.hf"
-        yield Problem(key="checkpoint.resume", value=resume, expected=expected, fix=fix)
-
-
-def _dpo(settings: Config) -> Excluded:
-    train, data, mesh = settings.train, settings.data, settings.mesh
-    yield "train.loss", train.loss, (None,), ", which is the loss"
-    yield "train.metrics", train.metrics, (None,), ", which has its own"
-    yield "train.on_nonfinite", train.on_nonfinite, ("stop", "skip"), ""
-    yield "data.target", data.target, (None,), ": pairs come from files (data.path)"
-    yield "data.corpus", data.corpus, (None,), ": a corpus has no preference pairs"
-    yield "data.packing", data.packing, ("auto", "none"), ": each pair is a sample"
-    yield "data.isolate", data.isolate, (False,), ": each pair is a sample"
-    yield "data.loss_on", data.loss_on, ("answers", "last"), ": prompts have no part in it"
-    yield "mesh.cp", mesh.cp, (1,), ""
-    yield "mesh.tp", mesh.tp, (1,), ""
-
-
-def _masked(settings: Config) -> Excluded:
-    data, mesh = settings.data, settings.mesh
-    yield "data.target", data.target, (None,), ", which hides tokens of files (data.path)"
-    yield "data.isolate", data.isolate, (False,), ""
-    yield "mesh.cp", mesh.cp, (1,), ""
-    yield "mesh.tp", mesh.tp, (1,), ""
-
-
-def _distill(settings: Config) -> Excluded:
-    train, data, mesh = settings.train, settings.data, settings.mesh
-    yield "train.loss", train.loss, (None,), ", which is the loss"
-    yield "data.target", data.target, (None,), ": the teacher reads files (data.path)"
-    yield "mesh.cp", mesh.cp, (1,), ""
-    yield "mesh.tp", mesh.tp, (1,), ""
-
-
-EXCLUDED = {"dpo": _dpo, "masked": _masked, "distill": _distill}
-"""Objective → function of the settings that yields what it excludes."""

@@ -17,7 +17,6 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import Scale, mesh_of, touches
-from colotrain.spec.optimizers import ELEMENTWISE
 from colotrain.spec.plan import (
     BatchPlan,
     DataPlan,
@@ -198,17 +197,6 @@ def _check_context_parallel(
         expected = f"1: {model.value} cannot divide the tokens of a sample among ranks"
         fix = "docs/context-parallel.md lists the models that can"
         yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
-    for key, own in (
-        ("train.loss", settings.train.loss),
-        ("train.metrics", settings.train.metrics),
-    ):
-        if own is not None:
-            expected = f"null with mesh.cp={cp}, where a rank has outputs of a part of the tokens"
-            fix = "set mesh.cp=1, or let the model return them"
-            yield Problem(key=key, value=own, expected=expected, fix=fix)
-    if settings.train.compile:
-        expected, fix = f"false with mesh.cp={cp}", "set train.compile=false"
-        yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
 
 
 def _check_divided_length(settings: Config) -> Iterator[Problem]:
@@ -260,20 +248,6 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
         expected = f"a divisor of {named}{kv}"
         fix = f"one of {', '.join(map(str, divisions.possible()))}"
         yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
-    if settings.train.compile:
-        expected, fix = f"false with mesh.tp={tp}", "set train.compile=false"
-        yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
-    for key, own in (
-        ("train.loss", settings.train.loss),
-        ("train.metrics", settings.train.metrics),
-    ):
-        if own is not None:
-            expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
-            yield Problem(key=key, value=own, expected=expected, fix=fix)
-    if settings.optim.name not in ELEMENTWISE:
-        expected = f"one of {', '.join(ELEMENTWISE)} with mesh.tp={tp}"
-        fix = "the others need whole matrices: take another, or set mesh.tp=1"
-        yield Problem(key="optim.name", value=settings.optim.name, expected=expected, fix=fix)
 
 
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:

@@ -9,25 +9,10 @@ from colotrain.config.schema import Config
 from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
 from colotrain.spec.axes import MeshPlan
-from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.plan import BatchPlan
 from colotrain.spec.sequence import BlockSequence, Costs, balance
 from colotrain.spec.survey import Survey
-
-EXCLUDED: dict[str, tuple[object, str]] = {
-    "train.compile": (False, ""),
-    "train.loss": (None, ""),
-    "train.metrics": (None, ""),
-    "train.objective": (None, ""),
-    "observe.samples.prompts": ([], ", for no rank has the whole model"),
-    "mesh.sequence_parallel": (False, ""),
-    "plugin.budget.device": ("auto", ", which keeps all on the device"),
-    "plugin.budget.host": ("auto", ", which keeps all on the device"),
-    "plugin.budget.disk": ("auto", ", which keeps all on the device"),
-    "plugin.disk_path": ("auto", ", which keeps all on the device"),
-}
-"""Settings that stages do not support yet → their only value, and why."""
 
 
 def plan_stages(
@@ -40,9 +25,8 @@ def plan_stages(
     """Return `scale` with the split of the model's blocks; problems are appended."""
     pp = scale.mesh.pp
     if pp == 1:
-        problems += _check_needless(settings)
         return scale
-    problems += _check_settings(settings, pp)
+    problems += _check_chunks(settings)
     if survey is None or find is None or problems:
         return scale
     sequence = find()
@@ -53,47 +37,13 @@ def plan_stages(
     return dataclasses.replace(scale, mesh=mesh, sequence=sequence)
 
 
-def _check_needless(settings: Config) -> Iterator[Problem]:
-    if settings.mesh.pp_split and settings.mesh.pp == 1:
-        value, expected = settings.mesh.pp_split, "empty with mesh.pp=1"
-        yield Problem(key="mesh.pp_split", value=value, expected=expected, fix="set mesh.pp")
-
-
 def _check_chunks(settings: Config) -> Iterator[Problem]:
     """Problem of a number of chunks that the schedule cannot have."""
     schedule, chunks = settings.mesh.pp_schedule, settings.mesh.pp_chunks
-    if schedule == "1f1b" and chunks not in (None, 1):
-        expected, fix = "1 under mesh.pp_schedule=1f1b", "set mesh.pp_schedule=interleaved"
-        yield Problem(key="mesh.pp_chunks", value=chunks, expected=expected, fix=fix)
     if schedule == "interleaved" and chunks is not None and chunks < 2:
         expected = "2 or more under mesh.pp_schedule=interleaved"
         fix = "remove it, or set mesh.pp_schedule=1f1b"
         yield Problem(key="mesh.pp_chunks", value=chunks, expected=expected, fix=fix)
-
-
-def _check_settings(settings: Config, pp: int) -> Iterator[Problem]:
-    """Problems of settings that stages exclude."""
-    yield from _check_chunks(settings)
-    for key, (only, why) in EXCLUDED.items():
-        value = settings
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value != only:
-            expected = f"{_shown(only)} with mesh.pp={pp}{why}"
-            yield Problem(
-                key=key,
-                value=value,
-                expected=expected,
-                fix=f"set {key}={_shown(only)}, or mesh.pp=1",
-            )
-    if settings.optim.name not in OPTIMIZERS:
-        expected = f"one of {', '.join(OPTIMIZERS)} with mesh.pp={pp}"
-        fix = "yours may read what is on other stages: take another, or set mesh.pp=1"
-        yield Problem(key="optim.name", value=settings.optim.name, expected=expected, fix=fix)
-
-
-def _shown(value: object) -> str:
-    return {"False": "false", "None": "null"}.get(str(value), str(value))
 
 
 def _split(

@@ -247,7 +247,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(
     text = refused("train.stop_early.metric=bleu", by="run")
     assert "name one of validation_loss, accuracy, certainty" in text
     text = refused("train.eval_every=0")
-    assert "train.stop_early.metric=validation_loss: expected null under train.eval_every=0" in text
+    assert "train.stop_early.metric=validation_loss: expected null with train.eval_every=0" in text
     text = refused("data.collate=own_data:pad", "data.target=null", "data.corpus=stdlib")
     assert "data.collate=own_data:pad: expected null without data.target" in text
     for axis in ("cp", "tp"):

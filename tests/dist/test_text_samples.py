@@ -100,8 +100,8 @@ def test_a_hugging_face_model_writes_what_transformers_generates(
     [
         (("observe.samples.max_tokens=0",), "observe.samples.max_tokens"),
         (("observe.samples.prompts=['']",), "texts of at least one character"),
-        (("mesh.cp=2", "data.seq_len=64"), "none with mesh.cp above 1"),
-        (("data.target=tests.dist.difficult:samples",), "none with data.target"),
+        (("mesh.cp=2", "data.seq_len=64"), "expected [] with mesh.cp=2"),
+        (("data.target=tests.dist.difficult:samples",), "expected [] with data.target"),
     ],
 )
 def test_what_cannot_be_is_refused(

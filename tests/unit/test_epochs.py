@@ -137,7 +137,7 @@ def test_a_best_checkpoint_without_validation_samples_is_refused() -> None:
     assert "expected null: the dataset of data.target has no validation samples; return" in line
     assert "raise" not in line
     (line,) = refused(640, BEST, ("train.eval_steps", 0), held=0)
-    assert "expected null under train.eval_steps=0" in line
+    assert "expected null with train.eval_steps=0" in line
     assert planned(640, BEST, held=7).train.num_validation == 7
     assert planned(640, BEST, held=None).train.num_validation is None
 

@@ -413,7 +413,7 @@ def test_chunks_shorten_the_wait_and_pass_on_more() -> None:
     [
         (
             ("mesh.pp_chunks=2",),
-            "mesh.pp_chunks=2: expected 1 under mesh.pp_schedule=1f1b",
+            "mesh.pp_chunks=2: expected null or 1 with mesh.pp_schedule=1f1b",
         ),
         (
             (*INTERLEAVED, "mesh.pp_chunks=1"),

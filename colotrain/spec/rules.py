@@ -1,0 +1,133 @@
+"""What excludes what: settings that another setting limits to some values.
+
+Checked once, for all settings together, and printed in docs/configuration.md. A limit that needs
+the model, the machine or arithmetic is checked where these are known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from colotrain.errors import Problem
+from colotrain.spec.optimizers import ELEMENTWISE, OPTIMIZERS
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Under the setting `when`, `key` must have one of the values `allowed`."""
+
+    when: str
+    """A condition: `KEY=VALUE`, `KEY>1`, or `KEY` for a setting that is neither null nor empty."""
+    key: str
+    allowed: tuple[Any, ...]
+    why: str = ""
+    """The reason, as a clause."""
+    fix: str = ""
+    """What to do; by default, to set the key to an allowed value."""
+
+    def applies(self, values: Mapping[str, Any]) -> bool:
+        """Whether the condition is met by `values`, from dotted key to value."""
+        if self.when.endswith(">1"):
+            value = values.get(self.when.removesuffix(">1"))
+            return isinstance(value, int) and value > 1
+        key, equals, wanted = self.when.partition("=")
+        return text(values.get(key)) == wanted if equals else bool(values.get(key))
+
+    def problem(self, values: Mapping[str, Any]) -> Problem:
+        """Return the problem of settings against this rule."""
+        condition, key = self.when, self.when.removesuffix(">1")
+        if key != condition:
+            condition = f"{key}={values[key]}"
+        return Problem(
+            key=self.key,
+            value=values[self.key],
+            expected=f"{self.choices} with {condition}" + (f": {self.why}" if self.why else ""),
+            fix=self.fix or f"set {self.key}={self.choices}",
+        )
+
+    @property
+    def choices(self) -> str:
+        """The allowed values, as in `stop or skip`."""
+        several = len(self.allowed) > 2
+        return "one of " * several + (", " if several else " or ").join(map(text, self.allowed))
+
+
+def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -> tuple[Rule, ...]:
+    """Return one rule for each key of `allowed`, which has the key's only value."""
+    return tuple(Rule(when, key, (value,), why, fix) for key, value in allowed.items())
+
+
+DPO, MASKED, DISTILL = (f"train.objective={name}" for name in ("dpo", "masked", "distill"))
+OWN = {"train.loss": None, "train.metrics": None}
+"""Functions of the user's, which get a model's outputs as they are."""
+NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
+PROMPTS = "observe.samples.prompts"
+ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
+WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
+WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
+INTERLEAVED = "set mesh.pp_schedule=interleaved"
+PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
+
+RULES: tuple[Rule, ...] = (
+    Rule("model.hf", "model.target", (None,), "the directory is a model already"),
+    Rule("model.hf", "model.deferred_init", (False,), "weights are read after sharding"),
+    *rules(DPO, OWN, "the objective has its own"),
+    Rule(DPO, "train.on_nonfinite", ("stop", "skip")),
+    Rule(DPO, "data.target", (None,), "pairs come from files (data.path)"),
+    Rule(DPO, "data.corpus", (None,), "a corpus has no preference pairs"),
+    Rule(DPO, "data.packing", ("auto", "none"), "each pair is a sample"),
+    Rule(DPO, "data.isolate", (False,), "each pair is a sample"),
+    Rule(DPO, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
+    *rules(DPO, NO_AXES),
+    Rule(
+        DPO,
+        "checkpoint.resume",
+        ("auto", "none"),
+        "the reference is the model as the run begins",
+        "export that checkpoint (`colotrain export`), and name the directory in model.hf",
+    ),
+    Rule(MASKED, "data.target", (None,), "tokens of files are hidden (data.path)"),
+    Rule(MASKED, "data.isolate", (False,)),
+    *rules(MASKED, NO_AXES),
+    Rule(DISTILL, "train.loss", (None,), "the objective is the loss"),
+    Rule(DISTILL, "data.target", (None,), "the teacher reads files (data.path)"),
+    *rules(DISTILL, NO_AXES),
+    *rules("mesh.pp>1", {"train.compile": False, **OWN, "train.objective": None}),
+    Rule("mesh.pp>1", PROMPTS, ([],), "no rank has the whole model"),
+    Rule("mesh.pp>1", "mesh.sequence_parallel", (False,)),
+    *rules("mesh.pp>1", dict.fromkeys(ON_DEVICE, "auto"), "stages keep all on the device"),
+    Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
+    Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
+    Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
+    *rules("mesh.cp>1", OWN, PARTS_OF_OUTPUTS, "set mesh.cp=1, or let the model return them"),
+    Rule("mesh.cp>1", "train.compile", (False,)),
+    Rule("mesh.cp>1", PROMPTS, ([],), "ranks divide every sample"),
+    *rules("mesh.tp>1", OWN, fix="set mesh.tp=1"),
+    Rule("mesh.tp>1", "train.compile", (False,)),
+    Rule("mesh.tp>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_MATRICES),
+    Rule("mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
+    Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
+    Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),
+    Rule("train.eval_every=null", "train.stop_early.metric", (None,), fix="set train.eval_every"),
+    Rule("checkpoint.every=0", "checkpoint.best.metric", (None,), fix="raise checkpoint.every"),
+    *rules(
+        "train.eval_steps=0",
+        {"checkpoint.best.metric": None, "train.stop_early.metric": None},
+        fix="raise train.eval_steps",
+    ),
+)
+
+
+def text(value: Any) -> str:
+    """Return a value as it is written in an argument: `null`, `false`, `[]`, `auto`."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def check_rules(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the problems of settings, from dotted key to value, against all `RULES`."""
+    for rule in RULES:
+        if rule.applies(values) and values[rule.key] not in rule.allowed:
+            yield rule.problem(values)

@@ -1,0 +1,59 @@
+"""What excludes what: rows of the table are about settings that exist, and told in a line."""
+
+from __future__ import annotations
+
+import pytest
+
+from colotrain.config.schema import Config
+from colotrain.errors import ConfigError
+from colotrain.records import leaves
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.rules import RULES, Rule, check_rules
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.when} {rule.key}")
+def test_a_rule_is_about_settings_that_exist(rule: Rule) -> None:
+    condition = rule.when.removesuffix(">1").partition("=")[0]
+    assert {condition, rule.key} <= leaves(Config).keys()
+    assert condition != rule.key
+
+
+def test_no_two_rules_say_the_same() -> None:
+    assert len({(rule.when, rule.key) for rule in RULES}) == len(RULES)
+
+
+def test_conditions_are_values_numbers_above_one_and_settings_that_are_given() -> None:
+    values = {"a": "x", "b": None, "c": 2, "d": [], "e": False, "f": "given"}
+    met = [w for w in ("a=x", "b=null", "c>1", "e=false", "f") if Rule(w, "a", ()).applies(values)]
+    assert met == ["a=x", "b=null", "c>1", "e=false", "f"]
+    for condition in ("a=y", "a=null", "c=1", "e=true", "b", "d"):
+        assert not Rule(condition, "a", ()).applies(values)
+    assert not Rule("c>1", "a", ()).applies({**values, "c": 1})
+
+
+def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
+    values = {"mesh.tp": 4, "train.compile": True}
+    rule = Rule("mesh.tp>1", "train.compile", (False,), "a reason")
+    assert str(rule.problem(values)) == (
+        "train.compile=true: expected false with mesh.tp=4: a reason; set train.compile=false"
+    )
+    one_of = Rule("mesh.tp>1", "train.compile", ("a", "b", "c"), fix="take another")
+    assert "expected one of a, b, c with mesh.tp=4; take another" in str(one_of.problem(values))
+
+
+def test_all_problems_come_at_once() -> None:
+    words = ["recipe=llm-tiny", "mesh.pp=2", "train.compile=true", "optim.name=mine:Own"]
+    with pytest.raises(ConfigError) as caught:
+        plan_from([*words, "train.stop_early.metric=loss", "train.eval_steps=0"])
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys >= {"train.compile", "optim.name", "train.stop_early.metric"}
+    assert list(check_rules({**dict.fromkeys(leaves(Config)), **allowed()})) == []
+
+
+def allowed() -> dict[str, object]:
+    """A value of each key that rules limit, which all of them allow."""
+    choices: dict[str, list[object]] = {}
+    for rule in RULES:
+        kept = choices.setdefault(rule.key, list(rule.allowed))
+        choices[rule.key] = [value for value in kept if value in rule.allowed]
+    return {key: values[0] for key, values in choices.items()}
