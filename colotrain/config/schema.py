@@ -9,7 +9,8 @@ from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.schema_data import Data
 from colotrain.config.schema_observe import Observe, Profile
 from colotrain.config.sizes import Size
-from colotrain.spec.plan import Recompute, RulePlan
+from colotrain.spec.elastic import Recovery
+from colotrain.spec.plan import Freeze, Recompute, RulePlan, StopEarly
 from colotrain.spec.precisions import PrecisionName
 
 
@@ -110,20 +111,6 @@ class Adapter:
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
     """Directory in PEFT's format to start from; its rank, alpha, layers and dropout are used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopEarly:
-    """The end of a run whose evaluations no longer improve."""
-
-    metric: str | None = None
-    """`validation_loss`, or the name of a metric; null: the run makes all of its steps."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower or higher values are better."""
-    patience: int = 3
-    """Evaluations in a row without an improvement after which the run ends."""
-    min_delta: float = 0.0
-    """An improvement is a change by more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,18 +258,6 @@ class Optim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Freeze:
-    """Which parameters do not train."""
-
-    patterns: list[str] = field(default_factory=list)
-    """Globs on parameter names: `["embed*", "blocks.0.*"]`."""
-    except_: list[str] = field(default_factory=list)
-    """Globs of exceptions: parameters that still train (written `except`)."""
-    unfreeze: dict[int, list[str]] = field(default_factory=dict)
-    """`{STEP: [globs]}`: parameters that start to train at a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
     """Gradient accumulation, which only colotrain controls."""
 
@@ -291,29 +266,13 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elastic:
+class Elastic(Recovery):
     """Recovery from failures of ranks and nodes."""
 
-    max_restarts: int = 3
-    """Restarts of the workers before the run fails; 0: none."""
     min_nodes: int | None = None
     """Minimum number of nodes with which the run continues; null: `cluster.nodes`."""
     max_nodes: int | None = None
     """Maximum number of nodes in the run; null: `cluster.nodes`."""
-    spare_nodes: int = 0
-    """Nodes started beside those, which wait to take the place of one that is lost or left."""
-    replace_slow: bool = False
-    """Whether the run leaves a node whose rank holds the others up for long, from a cause that lies
-    in the machine, at most `elastic.max_restarts` times: a spare node takes its place, or the run
-    goes on with fewer (`elastic.min_nodes`)."""
-    replace_slow_after_s: float = 600.0
-    """Seconds for which a rank must hold the others up before its node is left."""
-    hang_timeout_s: float = 600.0
-    """Seconds without a heartbeat from a rank after which the run is restarted; until the end of
-    the first step at least 600 (1800 with `train.compile`)."""
-    grace_s: float = 300.0
-    """Seconds from a stop request until the run is ended, saved or not; and that its end waits for
-    the store (`runs_dir`)."""
     check_every: int | None = 100
     """Steps between searches for silent data corruption; 0 or null turns them off."""
     memory_copy: Size | bool = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from colotrain.spec.observing import NOTIFIED, Notified
+from colotrain.spec.observing import NOTIFIED, Notified, TextSamples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +32,6 @@ class Profile:
     """First and last step that are traced, as `[10, 12]`; none: no step."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that write a trace."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSamples:
-    """Texts that the model writes after evaluations, by its most probable tokens."""
-
-    prompts: list[str] = field(default_factory=list)
-    """Beginnings that it continues; none: it writes nothing."""
-    max_tokens: int = 64
-    """Tokens that a prompt is continued by; each takes a forward of all ranks."""
-    every: int = 1
-    """Evaluations from one set of texts to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
-from colotrain.config.schema import Config, Freeze, Optim
+from colotrain.config.schema import Config, Optim
 from colotrain.config.schema_data import Data
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
@@ -20,6 +20,7 @@ from colotrain.planner.scale import Scale, mesh_of, touches
 from colotrain.spec.plan import (
     BatchPlan,
     DataPlan,
+    Freeze,
     FreezePlan,
     ModelPlan,
     ParameterCounts,
@@ -313,8 +314,8 @@ def traces_of(
     scale: Scale,
 ) -> Traces:
     """Function that traces the model after all scheduled unfreezing; results are cached."""
-    exceptions = (*freeze.exceptions, *freeze.scheduled)
-    at_most = dataclasses.replace(freeze, exceptions=exceptions, unfreeze={})
+    exceptions = (*freeze.except_, *freeze.scheduled)
+    at_most = dataclasses.replace(freeze, except_=exceptions, unfreeze={})
 
     @functools.cache
     def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:

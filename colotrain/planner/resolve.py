@@ -14,7 +14,7 @@ from colotrain.config.adapter import plan_adapter
 from colotrain.config.checks import check, find_resume
 from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
-from colotrain.config.schema import Config, Elastic, Freeze, Optim, StopEarly, Train
+from colotrain.config.schema import Config, Elastic, Optim, Train
 from colotrain.config.schema_observe import Observe
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
@@ -54,19 +54,19 @@ from colotrain.planner.stages import of_fullest_stage
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import endless_evaluation, no_best, tokens_per_count
-from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan
-from colotrain.spec.observing import ObservePlan, TextSamplesPlan
+from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan, Recovery
+from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
     BatchPlan,
     CheckpointPlan,
     ClusterPlan,
     DataPlan,
+    Freeze,
     FreezePlan,
     ModelPlan,
     OptimPlan,
     RunPlan,
-    StopEarlyPlan,
     TrainPlan,
 )
 from colotrain.spec.survey import LossStudy, Survey
@@ -111,7 +111,8 @@ def resolve(
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
     data = plan_data(settings, problems)
-    freeze = _freeze(settings.freeze)
+    schedule = dict(sorted(settings.freeze.unfreeze.items()))
+    freeze = FreezePlan(**same_fields(settings.freeze, Freeze) | {"unfreeze": schedule})
     model = _model(settings, problems)
     surveyed = survey_model(model, freeze, settings, surveys, problems)
     if surveyed is not None and not plugin_problems:
@@ -243,21 +244,13 @@ def _with_tokenizer(settings: Config) -> Config:
     return dataclasses.replace(settings, data=dataclasses.replace(data, tokenizer=chosen))
 
 
-def _freeze(freeze: Freeze) -> FreezePlan:
-    return FreezePlan(
-        patterns=tuple(freeze.patterns),
-        exceptions=tuple(freeze.except_),
-        unfreeze={step: tuple(globs) for step, globs in sorted(freeze.unfreeze.items())},
-    )
-
-
 def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
     computed = {
         "max_steps": steps.max_steps,
         "eval_every": steps.eval_every,
         "epoch_steps": steps.per_epoch,
         "num_validation": num_validation,
-        "stop_early": stop_early_plan(train.stop_early),
+        "stop_early": train.stop_early if train.stop_early.metric else None,
         "profile": profile_plan(train.profile),
     }
     return TrainPlan(**same_fields(train, TrainPlan) | computed)
@@ -306,29 +299,20 @@ def _checkpoint(settings: Config, steps: Steps) -> CheckpointPlan:
 
 def _elastic(elastic: Elastic, nodes: int, copies: MemoryCopyPlan) -> ElasticPlan:
     return ElasticPlan(
-        max_restarts=elastic.max_restarts,
-        hang_timeout_s=elastic.hang_timeout_s,
-        grace_s=elastic.grace_s,
+        **same_fields(elastic, Recovery),
         check_every=elastic.check_every or 0,
         min_nodes=elastic.min_nodes or nodes,
         max_nodes=elastic.max_nodes or nodes,
-        spare_nodes=elastic.spare_nodes,
-        replace_slow=elastic.replace_slow,
-        replace_slow_after_s=elastic.replace_slow_after_s,
         memory_copy=copies,
     )
 
 
 def _observe(observe: Observe) -> ObservePlan:
-    samples = observe.samples
-    chosen = TextSamplesPlan(
-        prompts=tuple(samples.prompts), max_tokens=samples.max_tokens, every=samples.every
-    )
     return ObservePlan(
         log_every=observe.log_every or 0,
         grads_every=observe.grads_every or 0,
         trackers=tuple(observe.trackers),
-        samples=chosen if samples.prompts else None,
+        samples=observe.samples if observe.samples.prompts else None,
         notify=notify_plan(observe.notify),
         metrics_port=observe.metrics_port,
     )
@@ -404,15 +388,6 @@ def num_validation(settings: Config, data: DataPlan, *, surveys: ModelSurveys) -
     if found == 0 and metric is not None:
         raise ConfigError([no_best(key, metric, fraction, own_dataset=data.source == "target")])
     return found
-
-
-def stop_early_plan(rule: StopEarly) -> StopEarlyPlan | None:
-    """Return the rule by which the run ends early; None: it makes all of its steps."""
-    if rule.metric is None:
-        return None
-    return StopEarlyPlan(
-        metric=rule.metric, mode=rule.mode, patience=rule.patience, min_delta=rule.min_delta
-    )
 
 
 def check_own_functions(

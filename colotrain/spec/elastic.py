@@ -50,21 +50,36 @@ class MemoryCopyPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticPlan:
-    max_restarts: int
-    hang_timeout_s: float
+class Recovery:
+    """Recovery from failures of ranks and nodes."""
+
+    max_restarts: int = 3
+    """Restarts of the workers before the run fails; 0: none."""
+    spare_nodes: int = 0
+    """Nodes beside `elastic.max_nodes` that wait for the place of one that is lost or left."""
+    replace_slow: bool = False
+    """Whether the run leaves a node whose rank holds the others up for long, from a cause that lies
+    in the machine, at most `elastic.max_restarts` times: a spare node takes its place, or the run
+    goes on with fewer (`elastic.min_nodes`)."""
+    replace_slow_after_s: float = 600.0
+    """Seconds for which a rank must hold the others up before its node is left."""
+    hang_timeout_s: float = 600.0
+    """Seconds without a heartbeat from a rank after which the run is restarted; until the end of
+    the first step at least 600 (1800 with `train.compile`)."""
     grace_s: float = 300.0
+    """Seconds from a stop request until the run is ended, saved or not; and that its end waits for
+    the store (`runs_dir`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticPlan(Recovery):
+    """The section, with the numbers that it leaves open."""
+
     check_every: int = 0
     """Steps between checks for silent data corruption; 0: never."""
     min_nodes: int = 1
     max_nodes: int = 1
     """Most nodes; where it or `min_nodes` is not `cluster.nodes`, nodes may join and leave."""
-    spare_nodes: int = 0
-    """Nodes beside `max_nodes` that wait to take the place of one that is lost or left."""
-    replace_slow: bool = False
-    """Whether the run goes on without a node that holds the others up for long."""
-    replace_slow_after_s: float = 600.0
-    """Seconds for which a rank holds the others up before its node is left."""
     memory_copy: MemoryCopyPlan = field(default_factory=MemoryCopyPlan)
 
     @property

@@ -39,13 +39,25 @@ class ProfilePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextSamples:
+    """Texts that the model writes after evaluations, by its most probable tokens."""
+
+    prompts: tuple[str, ...] = ()
+    """Beginnings that it continues; none: it writes nothing."""
+    max_tokens: int = 64
+    """Tokens that a prompt is continued by; each takes a forward of all ranks."""
+    every: int = 1
+    """Evaluations from one set of texts to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservePlan:
     log_every: int | Literal["auto"]
     """Steps between lines of progress; auto: by time; 0: none."""
     grads_every: int
     """Steps between gradient records; 0: none."""
     trackers: tuple[str, ...] = ()
-    samples: TextSamplesPlan | None = None
+    samples: TextSamples | None = None
     notify: NotifyPlan | None = None
     metrics_port: int | None = None
 
@@ -58,12 +70,3 @@ def unset_variables(text: str, environment: Mapping[str, str] = os.environ) -> l
 def with_variables(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return `text` with the values of the environment variables that it refers to."""
     return VARIABLE.sub(lambda found: environment[found[1]], text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSamplesPlan:
-    prompts: tuple[str, ...]
-    max_tokens: int
-    """Tokens that each prompt is continued by, unless the separator of documents ends it."""
-    every: int
-    """Evaluations from one set of samples to the next."""

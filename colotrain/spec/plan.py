@@ -193,14 +193,17 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopEarlyPlan:
-    """The run ends once `metric` has not improved by more than `min_delta` for a while."""
+class StopEarly:
+    """The end of a run whose evaluations no longer improve."""
 
-    metric: str
-    mode: Literal["min", "max"]
-    patience: int
-    """Evaluations without an improvement after which the run ends."""
-    min_delta: float
+    metric: str | None = None
+    """`validation_loss`, or the name of a metric; null: the run makes all of its steps."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher values are better."""
+    patience: int = 3
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_delta: float = 0.0
+    """An improvement is a change by more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +225,7 @@ class TrainPlan:
     on_gradients: str | None = None
     metrics: str | None = None
     """`package.module:callable` of a batch and forward's outputs, called in evaluations."""
-    stop_early: StopEarlyPlan | None = None
+    stop_early: StopEarly | None = None
     epochs: float | None = None
     """Number of epochs that `max_steps` was computed from."""
     epoch_steps: float = 0.0
@@ -271,10 +274,21 @@ class OptimPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreezePlan:
+class Freeze:
+    """Which parameters do not train."""
+
     patterns: tuple[str, ...] = ()
-    exceptions: tuple[str, ...] = ()
+    """Globs on parameter names: `["embed*", "blocks.0.*"]`."""
+    except_: tuple[str, ...] = ()
+    """Globs of exceptions: parameters that still train (written `except`)."""
     unfreeze: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """`{STEP: [globs]}`: parameters that start to train at a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezePlan(Freeze):
+    """The section, and what its patterns match."""
+
     matched: dict[str, int] = field(default_factory=dict)
     """Pattern → number of parameters whose names match it."""
 

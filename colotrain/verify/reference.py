@@ -250,7 +250,7 @@ def _has_targets(batch: Tensors, ignored: int | None) -> bool:
 
 def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
     frozen = set()
-    trained = [*plan.exceptions]
+    trained = [*plan.except_]
     for begin, globs in plan.unfreeze.items():
         trained += globs if begin <= step else ()
     for name, parameter in module_tree.named_parameters(model):

@@ -21,7 +21,7 @@ from colotrain.spec.plan import FreezePlan, ModelPlan
 from tests.dist import hf
 
 transformers = pytest.importorskip("transformers")
-NO_FREEZE = FreezePlan(patterns=(), exceptions=(), unfreeze={})
+NO_FREEZE = FreezePlan(patterns=(), except_=(), unfreeze={})
 BATCH = {name: torch.randint(hf.VOCAB, (2, hf.SEQ)) for name in ("input_ids", "labels")}
 
 

@@ -67,11 +67,11 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     def matching(glob: str) -> list[str]:
         return [name for name in SHAPES if fnmatchcase(name, glob)]
 
-    spared = {name for glob in freeze.exceptions for name in matching(glob)}
+    spared = {name for glob in freeze.except_ for name in matching(glob)}
     reasons = {n: glob for glob in freeze.patterns for n in matching(glob) if n not in spared}
     globs = (
         *freeze.patterns,
-        *freeze.exceptions,
+        *freeze.except_,
         *(g for gs in freeze.unfreeze.values() for g in gs),
     )
     return Survey(

@@ -46,7 +46,7 @@ def _reason(
     known_as: list[str], parameter: nn.Parameter, plan: FreezePlan, step: int
 ) -> str | None:
     unfrozen = [globs for at, globs in plan.unfreeze.items() if at <= step]
-    if any(matches(known_as, globs) for globs in (plan.exceptions, *unfrozen)):
+    if any(matches(known_as, globs) for globs in (plan.except_, *unfrozen)):
         return None
     pattern = next((glob for glob in plan.patterns if matches(known_as, [glob])), None)
     if pattern is not None:
@@ -74,5 +74,5 @@ def matches(known_as: Iterable[str], globs: Iterable[str]) -> bool:
 
 def _count_matches(known: Iterable[list[str]], plan: FreezePlan) -> dict[str, int]:
     known = list(known)
-    globs = (*plan.patterns, *plan.exceptions, *plan.scheduled)
+    globs = (*plan.patterns, *plan.except_, *plan.scheduled)
     return {glob: sum(matches(names, [glob]) for names in known) for glob in globs}

@@ -313,7 +313,7 @@ def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
     """
     rule, before = run.plan.train.stop_early, run.history.evaluations
     run.history.evaluations = replace(before, last_step=run.step)
-    if rule is None:
+    if rule is None or rule.metric is None:
         return
     if rule.metric not in found:
         raise ColotrainError(
