@@ -21,7 +21,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ("tests/slurm/", "tests/dist/test_docs.py", "tests/simulated/", "tests/dist/")
+LONGEST = (
+    *("tests/slurm/", "tests/faults/test_hosts.py", "tests/dist/test_docs.py"),
+    *("tests/simulated/", "tests/dist/"),
+)
 """Tests that begin first, so that none of them is left at the end while other processes wait."""
 DOCS = "tests/dist/test_docs.py::"
 
