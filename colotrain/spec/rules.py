@@ -7,6 +7,7 @@ the model, the machine or arithmetic is checked where these are known.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class Rule:
     """Under the setting `when`, `key` must have one of the values `allowed`."""
 
     when: str
-    """A condition: `KEY=VALUE`, `KEY>1`, or `KEY` for a setting that is neither null nor empty."""
+    """Conditions joined by `and`: `KEY=VALUE`, `KEY>1`, or `KEY` for what is not null or empty."""
     key: str
     allowed: tuple[Any, ...]
     why: str = ""
@@ -29,18 +30,12 @@ class Rule:
     """What to do; by default, to set the key to an allowed value."""
 
     def applies(self, values: Mapping[str, Any]) -> bool:
-        """Whether the condition is met by `values`, from dotted key to value."""
-        if self.when.endswith(">1"):
-            value = values.get(self.when.removesuffix(">1"))
-            return isinstance(value, int) and value > 1
-        key, equals, wanted = self.when.partition("=")
-        return text(values.get(key)) == wanted if equals else bool(values.get(key))
+        """Whether all conditions are met by `values`, from dotted key to value."""
+        return all(_is_met(condition, values) for condition in self.when.split(" and "))
 
     def problem(self, values: Mapping[str, Any]) -> Problem:
         """Return the problem of settings against this rule."""
-        condition, key = self.when, self.when.removesuffix(">1")
-        if key != condition:
-            condition = f"{key}={values[key]}"
+        condition = re.sub(r"([\w.]+)>1", lambda at: f"{at[1]}={values[at[1]]}", self.when)
         return Problem(
             key=self.key,
             value=values[self.key],
@@ -53,6 +48,14 @@ class Rule:
         """The allowed values, as in `stop or skip`."""
         several = len(self.allowed) > 2
         return "one of " * several + (", " if several else " or ").join(map(text, self.allowed))
+
+
+def _is_met(condition: str, values: Mapping[str, Any]) -> bool:
+    if condition.endswith(">1"):
+        value = values.get(condition.removesuffix(">1"))
+        return isinstance(value, int) and value > 1
+    key, equals, wanted = condition.partition("=")
+    return text(values.get(key)) == wanted if equals else bool(values.get(key))
 
 
 def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -> tuple[Rule, ...]:
@@ -108,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     *rules("mesh.tp>1", OWN, fix="set mesh.tp=1"),
     Rule("mesh.tp>1", "train.compile", (False,)),
     Rule("mesh.tp>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_MATRICES),
-    Rule("mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
+    Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),
     Rule("train.eval_every=null", "train.stop_early.metric", (None,), fix="set train.eval_every"),

@@ -13,9 +13,10 @@ from colotrain.spec.rules import RULES, Rule, check_rules
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.when} {rule.key}")
 def test_a_rule_is_about_settings_that_exist(rule: Rule) -> None:
-    condition = rule.when.removesuffix(">1").partition("=")[0]
-    assert {condition, rule.key} <= leaves(Config).keys()
-    assert condition != rule.key
+    conditions = rule.when.split(" and ")
+    keys = {condition.removesuffix(">1").partition("=")[0] for condition in conditions}
+    assert {*keys, rule.key} <= leaves(Config).keys()
+    assert rule.key not in keys
 
 
 def test_no_two_rules_say_the_same() -> None:
@@ -29,6 +30,17 @@ def test_conditions_are_values_numbers_above_one_and_settings_that_are_given() -
     for condition in ("a=y", "a=null", "c=1", "e=true", "b", "d"):
         assert not Rule(condition, "a", ()).applies(values)
     assert not Rule("c>1", "a", ()).applies({**values, "c": 1})
+    assert Rule("c>1 and a=x", "b", ()).applies(values)
+    assert not Rule("c>1 and a=y", "b", ()).applies(values)
+
+
+def test_a_setting_without_effect_excludes_nothing() -> None:
+    """As in a sweep over mesh.tp: there, nothing is divided by `mesh.sequence_parallel`."""
+    words = ["recipe=llm-tiny", "mesh.sequence_parallel=true", "observe.samples.prompts=[a]"]
+    assert plan_from(words).observe.samples is not None
+    with pytest.raises(ConfigError) as caught:
+        plan_from([*words, "mesh.tp=2"], here=False)
+    assert "expected [] with mesh.tp=2 and mesh.sequence_parallel=true" in str(caught.value)
 
 
 def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
