@@ -185,7 +185,7 @@ def kill(words: list[str]) -> int:
     command = run("kill", *words, "elastic.max_restarts=2", "elastic.memory_copy=40GiB")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     rundir, reader, worker = RunDir(Path("runs/kill")), None, 0
-    killed_at = step = 0.0
+    killed_at, step, again = 0.0, 0, False
     found: dict[str, float] = {}
     while process.poll() is None:
         time.sleep(0.02)
@@ -194,17 +194,21 @@ def kill(words: list[str]) -> int:
                 continue
             reader = EventReader(rundir)
         for event in reader.drain():
-            if event.kind == "started" and not killed_at:
-                worker = event.fields["pid"]
+            if event.kind == "started" and event.rank == 0:
+                worker, before = event.fields["pid"], worker
+                again = again or bool(killed_at and before)
             if event.kind != "step" or event.rank != 0:
                 continue
             if not killed_at and event.fields["step"] >= 6:
-                killed_at, step = time.time(), event.fields["step"]
                 os.kill(worker, signal.SIGKILL)  # the worker of the run started above
-            elif killed_at and event.t > killed_at and not found:
+                killed_at = time.time()
+            if not again:  # made before the kill, some of it written after it was asked for
+                step = event.fields["step"]
+                continue
+            if "first_step" not in found:
                 found = {"first_step_after_s": event.t - killed_at}
                 found |= {"killed_after_step": step, "first_step": event.fields["step"]}
-            if killed_at and event.fields["step"] > step and "next_step_after_s" not in found:
+            if event.fields["step"] > step and "next_step_after_s" not in found:
                 found["next_step_after_s"] = event.t - killed_at
     Path("kill.json").write_text(json.dumps({**found, "exit": process.returncode}))
     return 0 if "next_step_after_s" in found and process.returncode == 0 else 1
