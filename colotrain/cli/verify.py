@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -58,7 +60,6 @@ def verify(
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
     from colotrain.verify.compare import Tolerance, to_json
-    from colotrain.verify.runner import WorkersFailed
     from colotrain.verify.runner import verify as run_cases
 
     postpone_compiler()
@@ -85,22 +86,12 @@ def verify(
     if tolerance is not None:
         limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
     console = stderr_console()
-    seconds = steps * sum(plan.time.step_s for plan in plans)
-    if seconds > WORTH_SAYING_S:
-        text = f"note: {len(plans)} cases of {steps} steps: about {short_duration(seconds)}"
-        console.print(f"{text}, and the reference beside them", soft_wrap=True)
-    folder = tempfile.mkdtemp(prefix="colotrain-verify-")
-    try:
-        with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
-            if resolved.plan.data.source != "target":
-                prepare_all(resolved.plan.data, progress=progress)
-            results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
-    except WorkersFailed:
-        raise  # it names the folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder)
+    _tell_duration(console, plans, steps)
+    with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
+        if resolved.plan.data.source != "target":
+            prepare_all(resolved.plan.data, progress=progress)
+        with _folder_of_cases() as folder:
+            results = list(run_cases(plans, folder, tolerance=limits, progress=progress))
     if as_json:
         print_json(to_json(results))
     else:
@@ -109,6 +100,30 @@ def verify(
     for result in wrong[:1]:
         console.print(f"error: {_describe(result)}", soft_wrap=True)
     return UNVERIFIED if wrong else DONE
+
+
+def _tell_duration(console: Console, plans: Sequence[RunPlan], steps: int) -> None:
+    """Say how long the cases are going to take, where one would wonder."""
+    seconds = steps * sum(plan.time.step_s for plan in plans)
+    if seconds > WORTH_SAYING_S:
+        text = f"note: {len(plans)} cases of {steps} steps: about {short_duration(seconds)}"
+        console.print(f"{text}, and the reference beside them", soft_wrap=True)
+
+
+@contextmanager
+def _folder_of_cases() -> Iterator[Path]:
+    """A folder that is gone afterwards, but where workers failed: that error names it."""
+    from colotrain.verify.runner import WorkersFailed
+
+    folder = tempfile.mkdtemp(prefix="colotrain-verify-")
+    try:
+        yield Path(folder)
+    except WorkersFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder)
 
 
 def _check_reference(resolved: ResolvedConfig, steps: int) -> None:

@@ -69,39 +69,14 @@ def launch(
         watch=Watch(plan=plan, rundir=rundir),
     )
     current.watch.say = current.say
-    follow = shielded(follow)
     reader = EventReader(rundir)
     reader.skip_to_end()  # events of earlier launches
     if node.is_head:
         rundir.stop_file.unlink(missing_ok=True)
-        current.events.write(
-            LaunchStarted(
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                world_size=plan.world_size,
-                began_at=began_at or time.time(),
-            )
-        )
-    agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
-    memory_watch = MemoryWatch(plan, current.watch)
+        current.events.write(_launch_started(plan, began_at or time.time()))
+    follow = shielded(follow)
     with _signals(current):
-        agent.start()
-        memory_watch.start()
-        running = True
-        while running:
-            running = agent.is_alive()
-            fresh = reader.drain()
-            current.take(fresh)
-            for text in follow(fresh):
-                current.say(text)
-            if slow_nodes is not None and not current.asked_to_stop():
-                current.leave_slow_nodes(slow_nodes)
-            current.acknowledge_stop()
-            current.watch.check(asked_to_stop=current.asked_to_stop())
-            current.awake.wait(POLL_S)
-            current.awake.clear()
-    memory_watch.close()
-    current.watch.close()
+        _follow_workers(current, follow, reader, slow_nodes)
     status = _outcome(current)
     cause = current.full_cause() if status == "failed" else ""
     if isinstance(current.error, Left | NotNeeded):
@@ -113,6 +88,40 @@ def launch(
     if isinstance(current.error, Refused | UsageError):
         raise UsageError(cause)
     return EXIT_CODE_BY_STATUS[status], cause
+
+
+def _launch_started(plan: RunPlan, began_at: float) -> LaunchStarted:
+    return LaunchStarted(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        world_size=plan.world_size,
+        began_at=began_at,
+    )
+
+
+def _follow_workers(
+    current: Launch, follow: Follow, reader: EventReader, slow_nodes: SlowNodes | None
+) -> None:
+    """Run the agent on a thread until it ends; meanwhile watch the workers, and tell `follow`."""
+    agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
+    memory_watch = MemoryWatch(current.plan, current.watch)
+    agent.start()
+    memory_watch.start()
+    running = True
+    while running:
+        running = agent.is_alive()
+        fresh = reader.drain()
+        current.take(fresh)
+        for text in follow(fresh):
+            current.say(text)
+        if slow_nodes is not None and not current.asked_to_stop():
+            current.leave_slow_nodes(slow_nodes)
+        current.acknowledge_stop()
+        current.watch.check(asked_to_stop=current.asked_to_stop())
+        current.awake.wait(POLL_S)
+        current.awake.clear()
+    memory_watch.close()
+    current.watch.close()
 
 
 def shielded(follow: Follow) -> Follow:

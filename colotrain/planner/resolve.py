@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from colotrain.config.observing import check_traced_ranks, notify_plan, profile_
 from colotrain.config.schema import Config, Elastic, Optim, Train
 from colotrain.config.schema_observe import Observe
 from colotrain.errors import ConfigError, Problem
-from colotrain.planner.advise import SearchSpace
+from colotrain.planner.advise import Option, SearchSpace
 from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
@@ -66,10 +67,25 @@ from colotrain.spec.plan import (
     FreezePlan,
     ModelPlan,
     OptimPlan,
+    PluginPlan,
     RunPlan,
     TrainPlan,
 )
 from colotrain.spec.survey import LossStudy, Survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """Settings in which nothing is wrong, and what they say of ranks, batch, model and data."""
+
+    settings: Config
+    scale: Scale
+    batch: BatchPlan
+    model: ModelPlan
+    data: DataPlan
+    freeze: FreezePlan
+    survey: Survey
+    """The whole model, undivided."""
 
 
 def resolve(
@@ -99,6 +115,44 @@ def resolve(
         config = with_changes(config, choice.changes)
         settings = read(Config, config, key="", problems=[])
         assert settings is not None
+    examined = examine(settings, choice.reason, surveys, machine, problems)
+    settings, data = examined.settings, examined.data
+    steps = in_steps(settings, data, global_batch=examined.batch.global_batch, surveys=surveys)
+    check_own_functions(settings, data, steps, surveys)
+    held = num_validation(settings, data, surveys=surveys)
+    study = study_loss(settings, examined.model, data, examined.survey, surveys)
+    train = _train(settings.train, steps, held, study)
+    context = planning_context(
+        examined,
+        train,
+        _optim(settings.optim, steps),
+        surveys,
+        machine,
+        changed_plans(config, again),
+    )
+    context, plugin, option = of_fullest_stage(settings.plugin, context)
+    plan = dataclasses.replace(
+        assemble(examined, steps, context, plugin, option),
+        name=run_name(name or settings.name or _default_name(settings, plugin.name)),
+        smoke=smoke,
+    )
+    warnings = [*_warnings(examined, plan, steps, study.notes, machine)]
+    if hints:
+        warnings += memory_warnings(context, plan)
+    return dataclasses.replace(plan, warnings=tuple(warnings)), context
+
+
+def examine(
+    settings: Config,
+    reason: str,
+    surveys: ModelSurveys,
+    machine: Machine,
+    problems: list[Problem],
+) -> Examined:
+    """Check all settings; raises `ConfigError` with what is wrong, and `problems`.
+
+    `reason` is that of the micro-batch.
+    """
     settings = with_new_tokens(_with_tokenizer(settings), problems)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     problems += check_epochs(settings)
@@ -114,102 +168,109 @@ def resolve(
     schedule = dict(sorted(settings.freeze.unfreeze.items()))
     freeze = FreezePlan(**same_fields(settings.freeze, Freeze) | {"unfreeze": schedule})
     model = _model(settings, problems)
-    surveyed = survey_model(model, freeze, settings, surveys, problems)
-    if surveyed is not None and not plugin_problems:
-        problems += check_override_names(settings.plugin, surveyed)
-    if data is not None and surveyed is not None and surveyed.balances_experts:
+    survey = survey_model(model, freeze, settings, surveys, problems)
+    if survey is not None and not plugin_problems:
+        problems += check_override_names(settings.plugin, survey)
+    if data is not None and survey is not None and survey.balances_experts:
         data = dataclasses.replace(data, marks_padding=data.source != "target" and not data.isolate)
     find = functools.partial(surveys.sequence, model, data) if data is not None else None
-    scale = plan_stages(settings, scale, surveyed, find, problems)
-    if problems or surveyed is None or batch is None or data is None:
+    scale = plan_stages(settings, scale, survey, find, problems)
+    if problems or survey is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
-    steps = in_steps(settings, data, global_batch=batch.global_batch, surveys=surveys)
-    check_own_functions(settings, data, steps, surveys)
-    held = num_validation(settings, data, surveys=surveys)
-    study = study_loss(settings, model, data, surveyed, surveys)
-    optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
-    train = dataclasses.replace(train, ignore_index=study.ignore_index)
-    observe = _observe(settings.observe)
     # of a user's own dataset and of pairs the unit is the sample
     per_sample = 1 if data.source == "target" or data.pairs else data.seq_len
-    tokens_per_step = batch.global_batch * per_sample
-    batch = dataclasses.replace(batch, tokens_per_step=tokens_per_step, reason=choice.reason)
-    checkpoint = _checkpoint(settings, steps)
-    at_most = at_peak(surveyed.divided(scale.mesh.tp), freeze)
-    context = PlanningContext(
+    return Examined(
+        settings=settings,
         scale=scale,
-        search_space=SearchSpace(
-            survey=at_most,
-            traces=traces_of(surveys, model, freeze, data, train, scale),
-            hardware=timed_hardware(settings, scale, machine),
-            capacity=scale.memory_bytes,
-            global_batch=batch.global_batch,
-            tokens_per_step=batch.tokens_per_step,
-            tokens_per_count=tokens_per_count(
-                pairs=data.pairs, seq_len=data.seq_len, of_samples=data.source == "target"
-            ),
-            world_size=scale.world,
-            mesh=scale.mesh,
-            data_parallel=batch.data_parallel,
-            before=pass_before(model, at_most, data, train, scale, batch, surveys),
+        batch=dataclasses.replace(
+            batch, tokens_per_step=batch.global_batch * per_sample, reason=reason
         ),
+        model=model,
+        data=data,
+        freeze=freeze,
+        survey=survey,
+    )
+
+
+def planning_context(
+    examined: Examined,
+    train: TrainPlan,
+    optim: OptimPlan,
+    surveys: ModelSurveys,
+    machine: Machine,
+    changed_plan: Callable[[dict[str, Any]], RunPlan | None],
+) -> PlanningContext:
+    """What the choice of a plugin depends on."""
+    scale, batch, model, data = examined.scale, examined.batch, examined.model, examined.data
+    survey = at_peak(examined.survey.divided(scale.mesh.tp), examined.freeze)
+    search_space = SearchSpace(
+        survey=survey,
+        traces=traces_of(surveys, model, examined.freeze, data, train, scale),
+        hardware=timed_hardware(examined.settings, scale, machine),
+        capacity=scale.memory_bytes,
+        global_batch=batch.global_batch,
+        tokens_per_step=batch.tokens_per_step,
+        tokens_per_count=tokens_per_count(
+            pairs=data.pairs, seq_len=data.seq_len, of_samples=data.source == "target"
+        ),
+        world_size=scale.world,
+        mesh=scale.mesh,
+        data_parallel=batch.data_parallel,
+        before=pass_before(model, survey, data, train, scale, batch, surveys),
+    )
+    return PlanningContext(
+        scale=scale,
+        search_space=search_space,
         model=model,
         data=data,
         batch=batch,
         train=train,
         optim=optim,
-        observe=observe,
+        observe=_observe(examined.settings.observe),
         machine=machine,
-        changed_plan=changed_plans(config, again),
+        changed_plan=changed_plan,
     )
-    context, plugin, option = of_fullest_stage(settings.plugin, context)
-    at_most = context.search_space.survey
-    problems += check_room(settings.plugin, plugin, at_most, optim, scale)
+
+
+def assemble(
+    examined: Examined, steps: Steps, context: PlanningContext, plugin: PluginPlan, option: Option
+) -> RunPlan:
+    """The plan, without a name; raises `ConfigError` where its memory has no room.
+
+    `context` is that of the fullest stage, and `option` what `plugin` needs there.
+    """
+    settings, scale, batch = examined.settings, examined.scale, examined.batch
+    survey, train = context.search_space.survey, context.train
+    checkpoint = _checkpoint(settings, steps)
+    problems = list(check_room(settings.plugin, plugin, survey, context.optim, scale))
     copies, unfit = plan_memory_copy(settings.elastic, context, plugin, option.peak)
-    unfit += check_kept(settings, has_copies=copies.enabled)
-    problems += unfit
+    problems += [*unfit, *check_kept(settings, has_copies=copies.enabled)]
     if problems:
         raise ConfigError(problems)
-    plan = RunPlan(
-        name=run_name(name or settings.name or _default_name(settings, plugin.name)),
+    return RunPlan(
+        name="",
         recipe=settings.recipe,
         runs_dir=settings.runs_dir,
         world_size=scale.world,
         plugin=plugin,
         mesh=scale.mesh,
-        model=model,
-        data=data,
+        model=examined.model,
+        data=examined.data,
         batch=batch,
         train=dataclasses.replace(train, eval_first=evaluates_first(train, batch, option.time)),
-        optim=optim,
-        freeze=dataclasses.replace(freeze, matched=surveyed.matched),
-        cluster=_cluster(scale, machine),
+        optim=context.optim,
+        freeze=dataclasses.replace(examined.freeze, matched=examined.survey.matched),
+        cluster=_cluster(scale, context.machine),
         elastic=_elastic(settings.elastic, scale.nodes, copies),
         checkpoint=checkpoint,
-        observe=observe,
-        parameters=count(surveyed),
+        observe=context.observe,
+        parameters=count(examined.survey),
         memory=option.memory,
         peak=option.peak,
         memory_shape=context.shape(plugin),
         time=option.time,
-        flops_per_token=surveyed.flops_per_token,
-        smoke=smoke,
-        warnings=(
-            *(() if smoke else _warnings_of_length(settings, steps, optim)),
-            *_warnings(settings, scale, machine),
-            *warn_of_data(settings, surveyed),
-            *warn_of_new_rows(settings, surveyed),
-            *surveyed.remarks,
-            *study.notes,
-            *warn_of_batch_norms(surveyed, batch),
-            *bubble_warning(scale, batch),
-            *warn_of_durations(train, batch, option.time),
-        ),
+        flops_per_token=examined.survey.flops_per_token,
     )
-    if hints:
-        warnings = (*plan.warnings, *memory_warnings(context, plan))
-        plan = dataclasses.replace(plan, warnings=warnings)
-    return plan, context
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
@@ -244,7 +305,7 @@ def _with_tokenizer(settings: Config) -> Config:
     return dataclasses.replace(settings, data=dataclasses.replace(data, tokenizer=chosen))
 
 
-def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
+def _train(train: Train, steps: Steps, num_validation: int | None, study: LossStudy) -> TrainPlan:
     computed = {
         "max_steps": steps.max_steps,
         "eval_every": steps.eval_every,
@@ -252,6 +313,7 @@ def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
         "num_validation": num_validation,
         "stop_early": train.stop_early if train.stop_early.metric else None,
         "profile": profile_plan(train.profile),
+        "ignore_index": study.ignore_index,
     }
     return TrainPlan(**same_fields(train, TrainPlan) | computed)
 
@@ -349,8 +411,25 @@ def _warnings_of_length(settings: Config, planned: Steps, optim: OptimPlan) -> I
             yield f"freeze.unfreeze.{step}: never happens, the run ends after {steps} steps"
 
 
-def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
-    """Warnings of settings that are allowed but probably not intended."""
+def _warnings(
+    examined: Examined, plan: RunPlan, steps: Steps, of_loss: Sequence[str], machine: Machine
+) -> Iterator[str]:
+    """Warnings of what is allowed but probably not intended; `of_loss` are those of the loss."""
+    settings = examined.settings
+    if not plan.smoke:
+        yield from _warnings_of_length(settings, steps, plan.optim)
+    yield from _warnings_of_ranks(settings, examined.scale, machine)
+    yield from warn_of_data(settings, examined.survey)
+    yield from warn_of_new_rows(settings, examined.survey)
+    yield from examined.survey.remarks
+    yield from of_loss
+    yield from warn_of_batch_norms(examined.survey, plan.batch)
+    yield from bubble_warning(examined.scale, plan.batch)
+    yield from warn_of_durations(plan.train, plan.batch, plan.time)
+
+
+def _warnings_of_ranks(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
+    """Warnings of memory that is not known, and of how many ranks there are."""
     if not scale.memory_bytes:
         yield (
             "cluster.memory: not known of these GPUs, so nothing tells whether the plan fits: "

@@ -10,6 +10,7 @@ code.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import re
 from collections.abc import Callable, Container, Sequence
@@ -127,37 +128,28 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in module_tree.named_parameters(model)}
     if dtype is not None:
-        for tensor in (*module_tree.parameters(model), *module_tree.buffers(model)):
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor.data = widened(tensor.data)
+        _widen_(model)
     begin_training_(model)
     serve_signals_(model)
-    two_models: TwoModels | WithTeacher | None = None
-    if plan.data.pairs:
-        two_models = TwoModels(plan, dtype)
-    elif plan.model.distill is not None:
-        two_models = WithTeacher(plan, dtype)
+    two_models = _two_models(plan, dtype)
     draws, seen = False, _Dtypes()
     kept = {name: buffer.clone() for name, buffer in module_tree.named_buffers(model)}
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
+    ignored = plan.train.ignore_index
     with seeded(plan.train.seed):
-        ignored = plan.train.ignore_index
         opened = open_samples(plan.data, "train")
         samples = MaskedSamples(opened, whole=plan.data.pairs, ignored=ignored)
-    order, drawn = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
-    size, collate = plan.batch.global_batch, planned_collate(plan.data)
+    order, size = planned_order(samples.samples, plan), plan.batch.global_batch
+    drawn, collate = planned_draw_seed(samples.samples, plan), planned_collate(plan.data)
+    read = functools.partial(read_batch, draw_seed=drawn, collate=collate)
     losses, gradients, parameters, no_mean = [], [], [_values(model, own)], ""
     if dtype is None and two_models is None:
-        few = range(min(MOST_SAMPLES, size))
-        first = read_batch(samples.samples, order, few, draw_seed=drawn, collate=collate)
+        first = read(samples.samples, order, range(min(MOST_SAMPLES, size)))
         no_mean = examine(model, first).against
     for step in range(steps):
-        positions = range(step * size, (step + 1) * size)
-        batch = read_batch(samples, order, positions, draw_seed=drawn, collate=collate)
-        if dtype is not None:
-            wide = {n: t for n, t in batch.items() if t.is_floating_point() or t.is_complex()}
-            batch |= {name: widened(tensor) for name, tensor in wide.items()}
+        batch = read(samples, order, range(step * size, (step + 1) * size))
+        batch = batch if dtype is None else _widened(batch)
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
             _add_to(optimizers, model, plan)
@@ -168,16 +160,13 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
                 if two_models is not None:
                     loss = two_models.mean_loss(model, batch)
                 else:
-                    loss = _mean_loss(output_of(model, batch))
-                    if loss.isnan() and not _has_targets(batch, ignored):  # a mean of none
-                        labels = torch.full_like(batch["labels"], int(ignored == 0))
-                        loss = 0.0 * _mean_loss(output_of(model, {**batch, "labels": labels}))
+                    loss = _own_mean_loss(model, batch, ignored)
             draws = draws or _differ(before, states(CPU))
             loss.backward()
         losses.append(loss.item())
         gradients.append(_gradients(model, own))
-        if plan.train.grad_clip is not None:
-            torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), plan.train.grad_clip)
+        if (most := plan.train.grad_clip) is not None:
+            torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), most)
         for optimizer, lr in optimizers.values():
             optimizer.param_groups[0]["lr"] = lr * learning_rate_factor(plan, step)
             optimizer.step()
@@ -193,6 +182,35 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         no_mean=no_mean,
         computed_in=frozenset(seen.dtypes),
     )
+
+
+def _two_models(plan: RunPlan, dtype: torch.dtype | None) -> TwoModels | WithTeacher | None:
+    """The objective that needs a second model; None: the model's own loss is the objective."""
+    if plan.data.pairs:
+        return TwoModels(plan, dtype)
+    return None if plan.model.distill is None else WithTeacher(plan, dtype)
+
+
+def _widen_(model: nn.Module) -> None:
+    """Give the model's floating-point tensors the widest precision."""
+    for tensor in (*module_tree.parameters(model), *module_tree.buffers(model)):
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = widened(tensor.data)
+
+
+def _widened(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its floating-point tensors in the widest precision."""
+    wide = {n: t for n, t in batch.items() if t.is_floating_point() or t.is_complex()}
+    return batch | {name: widened(tensor) for name, tensor in wide.items()}
+
+
+def _own_mean_loss(model: nn.Module, batch: dict[str, Tensor], ignored: int | None) -> Tensor:
+    """The model's mean loss of a batch; 0 where it has no target, of which the mean is NaN."""
+    loss = _mean_loss(output_of(model, batch))
+    if loss.isnan() and not _has_targets(batch, ignored):
+        labels = torch.full_like(batch["labels"], int(ignored == 0))
+        return 0.0 * _mean_loss(output_of(model, {**batch, "labels": labels}))
+    return loss
 
 
 class _Dtypes(TorchDispatchMode):
