@@ -87,10 +87,8 @@ class RunDir:
     """Composed configuration, which can be given to `recipe=`."""
     signature_file = _At("signature.json")
     """Signatures of the plan and the configuration (`colotrain.runs.trust`)."""
-    references_file = _At("references.safetensors")
-    """Log-probabilities of preference pairs under the model as the run began."""
-    teacher = _At("teacher")
-    """What the teacher of a distillation says of the samples."""
+    precomputed = _At("precomputed")
+    """What a reference or a teacher says of the samples, a folder for each."""
     samples_file = _At("samples.jsonl")
     """Texts that the model wrote after evaluations: a JSON object per line."""
     cases = _At("cases")

@@ -41,11 +41,10 @@ from colotrain.engine.state.sources import sources_of
 from colotrain.engine.state.whole_copy import WholeCopy
 from colotrain.engine.step import monitor
 from colotrain.engine.step.inputs import first_micro_batch, import_targets, open_loaders
+from colotrain.engine.step.precompute import precompute
 from colotrain.engine.step.recording import record_failure, record_peak_flops
-from colotrain.engine.step.references import add_references_
 from colotrain.engine.step.statistics import describe_parameters
 from colotrain.engine.step.targets import agree_on_targets
-from colotrain.engine.step.teacher import ask_teacher_
 from colotrain.engine.step.train import train
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
@@ -122,10 +121,7 @@ def prepare(
     data = open_loaders(plan, rank, rundir)
     building, targets = build_sharded(plan, rundir, start, data, events)
     run = assemble(building, data, targets, start, device, events, stop, heartbeat)
-    if plan.data.pairs:
-        add_references_(run)
-    elif plan.model.distill is not None:
-        ask_teacher_(run)
+    precompute(run)
     copy = plan.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
     seed_all(plan.train.seed * 100_003 + copy)  # dropout differs where activations do
     start.restore_(run)

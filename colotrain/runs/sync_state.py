@@ -23,7 +23,7 @@ SMALL = (
     "plan*.json",
     "config.yaml",
     "signature.json",
-    "references.safetensors",
+    "precomputed/reference*/*.safetensors",
     "launcher.json",
     "summary.json",
     "samples.jsonl",

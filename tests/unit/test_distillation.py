@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.read.teacher import WithTeacher
-from colotrain.engine.state.run_state import Stop
-from colotrain.engine.step import teacher
 from colotrain.models import loss as chunked
 from colotrain.models.distillation import TEACHER, as_teacher, learning_from_teacher
 from colotrain.models.llm import LLM
@@ -101,54 +95,3 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
     assert count == ids.numel()
     assert abs(loss.item()) < 1e-5
     assert max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None) < 1e-5
-
-
-def test_a_run_that_is_asked_to_stop_keeps_what_its_teacher_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It stops before the next micro-batch, and the samples computed so far are in a file."""
-    torch.manual_seed(1)
-    model = LLM(vocab_size=VOCAB, d_model=8, num_layers=1, num_heads=1)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    own = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCAB, (10, 6))]
-    plan, reasons = plan_of(), [None, None, "SIGTERM"]
-    run: Any = SimpleNamespace(
-        plan=SimpleNamespace(
-            batch=SimpleNamespace(micro_batch=3), model=SimpleNamespace(distill=plan)
-        ),
-        **{"device": torch.device("cpu"), "rank": 0, "at": lambda phase: None},
-        stop=Stop(lambda: reasons.pop(0) if reasons else None),
-    )
-    samples, whole = (WithTeacher(own, tmp_path / name, "train", 11) for name in ("a", "b"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        teacher.compute(run, model, samples, [*range(10)])
-        assert run.stop.reason == "SIGTERM"
-        run.stop.reason = None
-        teacher.compute(run, model, whole, [*range(10)])
-    finally:
-        dist.destroy_process_group()
-    assert [samples.knows(index) for index in range(10)] == 6 * [True] + 4 * [False]
-    assert all(whole.knows(index) for index in range(10))
-    assert all(torch.equal(samples[i]["teacher"], whole[i]["teacher"]) for i in range(6))
-    logits = model(input_ids=own[9]["input_ids"][None])[0]
-    tokens, logs = whole[9]["teacher"][:, :5], whole[9]["teacher"][:, 5:10].contiguous()
-    wanted = (logits / plan.temperature).log_softmax(1).topk(5)
-    assert torch.equal(tokens.long(), wanted.indices)
-    torch.testing.assert_close(logs.view(torch.float32), wanted.values)
-
-
-def test_what_is_not_known_of_a_sample_has_no_loss_and_files_are_found_later(
-    tmp_path: Path,
-) -> None:
-    own = [{"labels": torch.zeros(4, dtype=torch.int64)} for _ in range(3)]
-    reader, writer = (WithTeacher(own, tmp_path / "rows", "train", 5) for _ in range(2))
-    assert reader[1]["teacher"].view(torch.float32).isnan().all()
-    rows = torch.randint(9, (2, 4, 5), dtype=torch.int32)
-    writer.write([2, 0], [*rows])
-    assert [reader.knows(index) for index in range(3)] == [True, False, True]
-    assert torch.equal(reader[2]["teacher"], rows[0])
-    assert torch.equal(reader[0]["teacher"], rows[1])
-    assert not WithTeacher(own, tmp_path / "rows", "validation", 5).knows(0)
-    assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".safetensors"]

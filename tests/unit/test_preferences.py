@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from colotrain.data.prepare.conversations import CHATML, Renderer
 from colotrain.data.prepare.records import BadRecord
-from colotrain.engine.state.run_state import Stop
-from colotrain.engine.step import references
-from colotrain.models.llm import LLM
 from colotrain.models.preferences import loss_of
-from colotrain.rundir import RunDir
 
 PAIRS = Renderer(columns={}, loss_on="answers", template=CHATML, pairs=True)
 
@@ -97,38 +88,3 @@ def test_the_loss_is_the_formulas_and_a_pair_without_an_answer_does_not_count() 
     assert losses.grad is not None
     assert not losses.grad.view(3, 2, 5)[1].any()
     assert losses.grad.view(3, 2, 5)[0].any()
-
-
-def test_a_run_that_is_asked_to_stop_keeps_what_it_knows_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It stops before the next micro-batch, and computes the rest when it is resumed."""
-    model = LLM(vocab_size=16, d_model=8, num_layers=1, num_heads=1)
-    ids = torch.randint(0, 16, (10, 2, 6))
-    loader: Any = SimpleNamespace(samples=[{"input_ids": i, "labels": i} for i in ids])
-    reasons = [None, None, "SIGTERM"]
-    run: Any = SimpleNamespace(
-        plan=SimpleNamespace(batch=SimpleNamespace(micro_batch=3)),
-        sharded=SimpleNamespace(module=model, calls={}),
-        device=torch.device("cpu"),
-        **{"rank": 0, "at": lambda phase: None},
-        stop=Stop(lambda: reasons.pop(0) if reasons else None),
-        rundir=RunDir(tmp_path),
-    )
-    monkeypatch.setattr(references, "reshard", lambda sharded: None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = references.compute(run, loader, np.arange(10))
-        assert run.stop.reason == "SIGTERM"
-        run.stop.reason = None
-        whole = references.compute(run, loader, np.arange(10))
-    finally:
-        dist.destroy_process_group()
-    assert run.stop.reason is None
-    assert not whole.isnan().any()
-    assert torch.equal(found[:6], whole[:6])
-    assert found[6:].isnan().all()
-    references.save(run, {"train": found}, "key")
-    torch.testing.assert_close(references.load(run, "key")["train"], found, equal_nan=True)
-    assert references.load(run, "another") == {}
-    assert list(tmp_path.iterdir()) == [run.rundir.references_file]

@@ -83,7 +83,7 @@ def names_to_restore(
 ) -> set[str]:
     """Return the parameters and buffers that a copy or a checkpoint will give their values.
 
-    Empty where the run computes something with the initial values first (`add_references_`).
+    Empty where the run computes something with the initial values first (`engine.step.precompute`).
     """
     stored: Iterable[str] = ()
     if copied is not None:

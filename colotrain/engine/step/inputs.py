@@ -16,9 +16,8 @@ from colotrain.data.read.loader import (
     planned_order,
 )
 from colotrain.data.read.samples import rest_of
-from colotrain.data.read.teacher import WithReferences, WithTeacher
 from colotrain.dotted import import_target
-from colotrain.engine.step.teacher import folder_of
+from colotrain.engine.step.precompute import with_precomputed
 from colotrain.models.seeding import seeded
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -64,7 +63,7 @@ def _loader(
         return None
     order = planned_order(samples, plan, split)
     loader = BatchLoader(
-        _with_more(samples, plan, split, rundir),
+        with_precomputed(samples, plan, split, rundir),
         order,
         plan.batch,
         rank=plan.ranks.reader(rank),
@@ -73,16 +72,6 @@ def _loader(
         collate=planned_collate(plan.data),
     )
     return read_ahead(loader, plan)
-
-
-def _with_more(samples: Samples, plan: RunPlan, split: Split, rundir: RunDir) -> Samples:
-    """Samples with the entries that a pass before the first step computes."""
-    if plan.data.pairs:
-        return WithReferences(samples)
-    if plan.model.distill is None:
-        return samples
-    width = 2 * plan.model.distill.top_k + 1
-    return WithTeacher(samples, folder_of(plan, rundir), split, width)
 
 
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:

@@ -1,0 +1,156 @@
+"""What a reference or a teacher says of the samples, kept in files of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colotrain.data.read.precomputed import WithPrecomputed
+from colotrain.engine.state.run_state import Stop
+from colotrain.engine.step import precompute
+from colotrain.models.llm import LLM
+from colotrain.rundir import RunDir
+from colotrain.spec.objectives import DistillPlan
+from colotrain.spec.phases import Phase
+
+VOCAB = 17
+DISTILL = DistillPlan(teacher="", top_k=5, alpha=0.7, temperature=1.7)
+
+
+def plan_of(kind: str) -> Any:
+    return SimpleNamespace(
+        batch=SimpleNamespace(micro_batch=3),
+        train=SimpleNamespace(precision="fp32"),
+        data=SimpleNamespace(pairs=kind == "reference"),
+        model=SimpleNamespace(distill=DISTILL if kind == "teacher" else None),
+    )
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(1)
+    model = LLM(vocab_size=VOCAB, d_model=8, num_layers=1, num_heads=1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def opened(plan: Any, own: list[dict[str, Tensor]], folder: Path) -> WithPrecomputed:
+    asked = precompute.pass_of(plan)
+    assert asked is not None
+    return WithPrecomputed(
+        own, asked.entry, asked.unknown, rundir=RunDir(folder), folder=folder / "x", split="train"
+    )
+
+
+def expected(model: nn.Module, kind: str, ids: Tensor) -> Tensor:
+    """Of one sample, from all logits."""
+    logs = model(input_ids=ids.view(-1, ids.shape[-1]))
+    if kind == "reference":
+        logs = logs.double().log_softmax(-1)
+        return logs[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
+    return (logs[0] / DISTILL.temperature).log_softmax(1).topk(5).values
+
+
+@pytest.mark.parametrize("kind", ["reference", "teacher"])
+def test_a_run_that_is_asked_to_stop_keeps_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """It stops before the next micro-batch, and computes the rest when it is resumed."""
+    model, plan, reasons = model_of(), plan_of(kind), [None, None, "SIGTERM"]
+    shape = (10, 2, 6) if kind == "reference" else (10, 6)
+    ids = torch.randint(0, VOCAB, shape)
+    labels = torch.cat([ids[..., 1:], torch.full_like(ids[..., :1], -100)], -1)
+    own = [{"input_ids": i, "labels": t} for i, t in zip(ids, labels, strict=True)]
+    run: Any = SimpleNamespace(
+        plan=plan,
+        sharded=SimpleNamespace(module=model, calls={}),
+        **{"device": torch.device("cpu"), "rank": 0, "at": lambda phase: None},
+        stop=Stop(lambda: reasons.pop(0) if reasons else None),
+    )
+    monkeypatch.setattr(precompute, "reshard", lambda sharded: None)
+    monkeypatch.setattr(precompute, "build_whole", lambda plan, seed: model)
+    asked = precompute.pass_of(plan)
+    assert asked is not None
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    samples, whole = (opened(plan, own, tmp_path / folder) for folder in ("a", "b"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.no_grad(), asked.begin(run) as rows:
+            precompute.compute(run, rows, samples, [*range(10)], asked.phase)
+            assert run.stop.reason == "SIGTERM"
+            run.stop.reason = None
+            precompute.compute(run, rows, whole, [*range(10)], asked.phase)
+    finally:
+        dist.destroy_process_group()
+    assert run.stop.reason is None
+    assert [samples.knows(index) for index in range(10)] == 6 * [True] + 4 * [False]
+    assert all(whole.knows(index) for index in range(10))
+    assert all(torch.equal(samples[i][asked.entry], whole[i][asked.entry]) for i in range(6))
+    found = whole[9][asked.entry]
+    if kind == "teacher":
+        found = found[:, 5:10].contiguous().view(torch.float32)
+    torch.testing.assert_close(found, expected(model, kind, ids[9]), check_dtype=False)
+
+
+def test_ranks_share_the_samples_and_none_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    own = [{"labels": torch.tensor([i])} for i in range(11)]
+    plan, calls = plan_of("reference"), []
+
+    def rows(batch: Any) -> Tensor:
+        calls.append(len(batch["labels"]))
+        return batch["labels"].double()
+
+    written = []
+    for rank in (0, 1):
+        run: Any = SimpleNamespace(
+            plan=plan,
+            **{"device": torch.device("cpu"), "rank": rank, "at": lambda phase: None},
+            stop=Stop(lambda: None),
+        )
+        samples: Any = SimpleNamespace(
+            samples=own, write=lambda ids, rows: written.extend(zip(ids, rows, strict=True))
+        )
+        precompute.compute(run, rows, samples, [*range(11)], Phase.REFERENCE)
+    assert calls == [3, 3, 3, 3]  # as many on both ranks
+    assert sorted(i for i, _ in written) == [*range(11)]
+    assert all(row.item() == i for i, row in written)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_unknown"),
+    [
+        ("reference", lambda found: found.isnan().all() and found.shape == (4,)),
+        ("teacher", lambda found: found.view(torch.float32).isnan().all()),
+    ],
+)
+def test_what_is_not_known_has_no_loss_and_files_are_found_later(
+    tmp_path: Path, kind: str, is_unknown: Callable[[Tensor], bool]
+) -> None:
+    own = [{"labels": torch.zeros(4, dtype=torch.int64)} for _ in range(3)]
+    reader, writer = (opened(plan_of(kind), own, tmp_path) for _ in range(2))
+    assert is_unknown(reader[1][reader.name])
+    rows = torch.randint(9, (2, *reader[1][reader.name].shape)).to(reader[1][reader.name].dtype)
+    writer.write([2, 0], [*rows])
+    assert [reader.knows(index) for index in range(3)] == [True, False, True]
+    assert torch.equal(reader[2][reader.name], rows[0])
+    assert torch.equal(reader[0][reader.name], rows[1])
+    assert [path.suffix for path in (tmp_path / "x").iterdir()] == [".safetensors"]
+    other = WithPrecomputed(
+        own,
+        reader.name,
+        reader.unknown,
+        rundir=RunDir(tmp_path),
+        folder=tmp_path / "x",
+        split="validation",
+    )
+    assert not other.knows(0)
