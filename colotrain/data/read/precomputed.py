@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,9 @@ class WithPrecomputed:
         return index in self._places
 
     def write(self, ids: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Keep the entries of some samples in a file."""
+        """Keep the entries of some samples, of which no file has one, in a file."""
         content = serialized({"ids": torch.tensor(ids), "rows": torch.stack(list(rows))})
-        name = f"{self.split}-{uuid.uuid4().hex}.safetensors"
-        self.rundir.write(self.folder / name, content)
+        self.rundir.write(self.folder / f"{self.split}-{ids[0]}.safetensors", content)
 
     def _find(self) -> None:
         for path in self.folder.glob(f"{self.split}-*.safetensors"):
