@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
+from operator import add
 
 from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights, compared_steps
 from colotrain.audit.evidence import Evidence, RankEvidence, sketches
-from colotrain.audit.ratios import norm
+from colotrain.audit.ratios import Sketch, norm
 from colotrain.audit.scale_checks import local_norms, scale_checks
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unknown, wrong
 
@@ -335,6 +337,28 @@ def frozen(evidence: Evidence) -> Verdict:
         if changed:
             text = f"changed by the step though frozen: {named(changed)}"
             return wrong(name, text, step.site, step=step.step)
-    return ok(
-        name, f"{max(len(member.frozen) for member in members)} frozen parameters are unchanged"
-    )
+    num = max(len(member.frozen) for member in members)
+    if by_script := changed_between_steps(evidence.first):
+        why = f"of {num} frozen parameters the script itself changes {named(by_script)}"
+        site = evidence.first.steps[0].site
+        return unknown(name, f"{why} between steps; that may be meant", site)
+    return ok(name, f"{num} frozen parameters are unchanged")
+
+
+def changed_between_steps(rank: RankEvidence) -> list[str]:
+    """Frozen parameters that have other values at a step than after the step before."""
+    found, after = set[str](), dict[str, Sketch]()
+    for (_, details), member in zip(rank.steps_with_details(), rank.members, strict=False):
+        before = sketches(details.weights)
+        found |= {
+            n
+            for n in member.frozen
+            if n in before and n in after and any(map(differ, before[n], after[n]))
+        }
+        change = sketches(details.change)
+        after = {n: [*map(add, v, change[n])] for n, v in before.items() if n in change}
+    return sorted(found)
+
+
+def differ(one: float, other: float) -> bool:
+    return not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)

@@ -25,6 +25,8 @@ class ComparedStep:
     """Number of micro-batches that most steps of the run have."""
     made_at: list[str]
     """Site at which the optimizer was made."""
+    held: frozenset[str]
+    """Parameters that the optimizer has itself, and not copies of them."""
 
     @property
     def step(self) -> ObservedStep:
@@ -64,13 +66,20 @@ def compared_steps(evidence: Evidence) -> list[ComparedStep]:
         {s.step: (s, d) for s, d in rank.steps_with_details() if s.optimizer == 0}
         for rank in evidence.ranks
     ]
-    made_at = next((member.made_at for member in evidence.first.members), ["", ""])
+    member = next(iter(evidence.first.members), None)
+    made_at, held = ["", ""], frozenset[str]()
+    if member is not None:
+        made_at = member.made_at
+        if member.complete and not member.foreign:
+            held = frozenset(member.trainable) - frozenset(member.missing)
     ((usual, _),) = Counter(step.micro_batches for step in evidence.first.steps).most_common(1)
     found = []
     for number in by_rank[0]:
         if all(number in steps for steps in by_rank):
             steps, details = map(list, zip(*(own[number] for own in by_rank), strict=True))
-            found.append(ComparedStep(steps=steps, details=details, usual=usual, made_at=made_at))
+            found.append(
+                ComparedStep(steps=steps, details=details, usual=usual, made_at=made_at, held=held)
+            )
     return found
 
 

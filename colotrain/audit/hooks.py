@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from colotrain.audit.observer import Observer
 from colotrain.audit.sites import here
-from colotrain.audit.window import note_factor, target_counts
+from colotrain.audit.window import SUMMED, note_factor, target_counts
 from colotrain.rundir import RunDir
 
 FACTORS = {
@@ -97,6 +97,7 @@ def observe_torch() -> None:
     _current = _Current()
     for name, inverse in FACTORS.items():
         _wrap_factor(name, inverse)
+    _wrap_sums()
     _wrap_backward()
     _wrap_optimizers()
     _wrap_clipping()
@@ -143,6 +144,21 @@ def _wrap_factor(name: str, inverse: bool) -> None:
         return result
 
     setattr(Tensor, name, wrapper)
+
+
+def _wrap_sums() -> None:
+    """Note at a loss that is a sum how many numbers it adds."""
+
+    def after(result: Any, args: Any, kwargs: Any) -> None:
+        of = args[0] if args else kwargs.get("input")
+        if isinstance(result, Tensor) and result.requires_grad and not result.dim():
+            own = of.detach()
+            if observer().is_looking and own.numel() > 1 and result.grad_fn is not None:
+                metadata: Any = result.grad_fn.metadata  # torch annotates it as a method
+                metadata[SUMMED] = int(own.count_nonzero()), own.numel()
+
+    wrap(Tensor, "sum", after=after)
+    wrap(torch, "sum", after=after)
 
 
 def _wrap_backward() -> None:

@@ -23,7 +23,7 @@ from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Re
 from colotrain.audit.reference import Taps, packed, sketch
 from colotrain.audit.report import Report, rank, undivided
 from colotrain.audit.sites import Site, here
-from colotrain.audit.window import Window, factors_of, number, product
+from colotrain.audit.window import Origin, Window, number, origin_of, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -133,7 +133,8 @@ class Observer:
         loss = losses if isinstance(losses, Tensor) else None
         if isinstance(losses, list | tuple) and len(losses) == 1:
             loss = losses[0]
-        factors = [] if loss is None else factors_of(loss)
+        origin = Origin() if loss is None else origin_of(loss)
+        factors = origin.factors
         if window.backwards == 0 and self.is_looking and self.optimizers.steps:
             window.stale = self._has_gradients() and not window.zero_calls
         if loss is not None and loss.numel() == 1:
@@ -141,7 +142,7 @@ class Observer:
         if self.is_looking:
             window.factors.append(factors)
             counts, window.new_counts = window.new_counts, []
-            window.counts.append(counts[0] if len(counts) == 1 else None)
+            window.counts.append(origin.count or (counts[0] if len(counts) == 1 else None))
             if loss is None or not plain or loss.numel() != 1:
                 window.why_not = "backward was called with other arguments than one loss"
             window.product = product(factors)

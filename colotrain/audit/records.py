@@ -125,7 +125,11 @@ class Details(EventKind):
     factors: list[Any]
     """One list per micro-batch: [factor, site] of what multiplies the loss."""
     counts: list[Any]
-    """One per backward: [reduction, targets, with ignored ones] of its cross-entropy, or None."""
+    """One per backward: [reduction, targets, with ignored ones] of its cross-entropy, or None.
+
+    Of what the script sums itself: summed, or none if it divides by that number; own where the loss
+    has such sums among its terms. Targets are then the numbers that are not zero.
+    """
     inputs: list[str]
     """Hash of the model's inputs, per forward."""
     random: list[str]

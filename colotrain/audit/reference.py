@@ -118,9 +118,10 @@ SEED = 20_231_117
 
 def sketch(tensor: Tensor) -> Tensor:
     """Return the sketch of a whole tensor: at most `SUMS` float64 numbers, on its device."""
-    flat = tensor.detach().reshape(-1)
+    whole = tensor.detach()
+    flat = (torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole).reshape(-1)
     if flat.numel() <= SUMS:
-        return flat.to(torch.float64)
+        return flat.to(torch.float64, copy=True)  # the tensor may change in place
     rest = -flat.numel() % SUMS
     signed = flat.to(torch.float64) * _signs(flat.numel(), str(flat.device))
     return torch.nn.functional.pad(signed, (0, rest)).view(-1, SUMS).sum(0)

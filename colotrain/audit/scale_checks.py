@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import math
 import re
 from collections.abc import Sequence
@@ -16,6 +15,11 @@ from colotrain.audit.verdicts import Verdict, named, ok, unknown, wrong
 
 NAMED_SO = re.compile(r"accum|micro|grad_acc", re.IGNORECASE)
 """A line that divides a loss by such a name does so for accumulation."""
+NAMED_SO_IN_LIBRARIES = re.compile(r"accum|micro|grad_acc|\bnormalize\b", re.IGNORECASE)
+"""In libraries, that also divide by the number of all tokens of a step."""
+
+SUMS, OWN = ("sum", "summed"), ("none", "summed", "own")
+"""Kinds of losses in `Details.counts`: those that are sums, and those the script sums itself."""
 
 
 def why_not(evidence: Evidence, compared: Sequence[ComparedStep]) -> str:
@@ -75,17 +79,24 @@ def gradient(each: ComparedStep) -> Verdict:
     lost = [n for n in wanted if n not in found and norm({n: wanted[n]})]
     site = each.step.site
     if not found or not norm(found):
+        if wanted and not norm(wanted):
+            return unknown(name, "all that backward computed is zero", site)
         text = "there is no gradient at the step, though backward computed one"
+        if found:
+            text = "all gradients are zero at the step, though backward computed others"
         if not each.step.lost:
             return unknown(name, f"{text}: the script took it away itself", site)
         return wrong(name, text, each.step.lost_at, site, step=number)
     factor, left = ratio(found, wanted)
     if math.isnan(factor):
-        return unknown(name, "the reference is zero or not finite")
+        return unknown(name, "what backward computed is not finite", site)
     if left <= CLOSE and not lost:
         if near(factor, 1.0):
             return ok(name, f"{factor:.4f} of the reference, {len(wanted)} parameters")
         if world > 1 and near(factor, world):
+            if is_mean_of_targets(each, factor):
+                text = f"summed over {world} ranks, of losses divided by the targets of all ranks"
+                return ok(name, text)
             text = f"{factor:.2f} of the reference: summed over {world} ranks, not averaged"
             return wrong(name, text, site, step=number)
         text = f"{factor:.4g} of the mean that backward computed, in all parameters"
@@ -185,13 +196,51 @@ def uniform(each: ComparedStep) -> bool:
     return len(found) <= 1
 
 
-def by_count(each: ComparedStep) -> float | None:
+def by_count(each: ComparedStep, *kinds: str) -> float | None:
     """Return the factor by which sums over targets become their mean over all ranks, if sums."""
     counts = [count for own in each.details for count in own.counts]
-    if not counts or any(count is None or count[0] != "sum" for count in counts):
+    if not counts or any(count is None or count[0] not in (kinds or SUMS) for count in counts):
         return None
     total = sum(count[1] for count in counts)
     return len(each.details) / total if total else None
+
+
+def share_of_mean(each: ComparedStep, summed_over: float) -> float | None:
+    """Return the gradient as a share of the mean over all targets of all ranks.
+
+    `summed_over`: the factor by which it is the mean of the ranks' gradients, their number where
+    they are summed. None where the losses are no sums over targets, or not divided alike.
+    """
+    wanted = by_count(each)
+    if wanted is None or not uniform(each):
+        return None
+    return math.prod(value for value, _ in applied(each.details[0])) * summed_over / wanted
+
+
+def is_mean_of_targets(each: ComparedStep, summed_over: float) -> bool:
+    share = share_of_mean(each, summed_over)
+    return share is not None and near(share, 1.0)
+
+
+def normalised(each: ComparedStep) -> Verdict | None:
+    """Judge losses that are sums over targets; None where something else has to tell."""
+    name, world, factors = "accumulation", len(each.details), applied(each.details[0])
+    if (wanted := by_count(each)) is None:
+        return None
+    summed_over, left = ratio(each.gradient(), each.reference("declared"))
+    is_sum = world > 1 and left <= CLOSE and near(summed_over, world)
+    share = share_of_mean(each, summed_over if is_sum else 1.0)
+    if share is not None and near(share, 1.0):
+        return ok(name, f"divided by all {world / wanted:.0f} targets of the step")
+    sites = [site for _, site in factors]
+    if share is not None and world > 1 and near(share, 1 / world):
+        text = f"{share:.2f} of the mean over all targets: divided by those of all {world} ranks, "
+        return wrong(name, f"{text}over which gradients are averaged, too", *sites)
+    if by_count(each, "sum") is None:
+        return None
+    whole = math.prod(value for value, _ in factors)
+    text = f"sums over targets are multiplied by {whole:.4g}; their mean would be {wanted:.4g}"
+    return unknown(name, text, *sites)
 
 
 def accumulation(each: ComparedStep) -> Verdict:
@@ -199,11 +248,11 @@ def accumulation(each: ComparedStep) -> Verdict:
     name, num = "accumulation", each.num
     factors = applied(each.details[0])
     whole = math.prod(value for value, _ in factors)
-    if (wanted := by_count(each)) is not None:
-        if uniform(each) and near(whole, wanted):
-            return ok(name, f"divided by all {len(each.details) / wanted:.0f} targets of the step")
-        text = f"sums over targets are multiplied by {whole:.4g}; their mean would be {wanted:.4g}"
-        return unknown(name, text, *(site for _, site in factors))
+    if (found := normalised(each)) is not None:
+        return found
+    if any(count and count[0] == "own" for own in each.details for count in own.counts):
+        why = "a loss of several terms has sums that are divided by numbers of the script's own"
+        return unknown(name, why, *(site for _, site in factors))
     if not uniform(each):
         return unknown(name, "micro-batches are multiplied by different numbers")
     factor, left = ratio(each.gradient(), each.reference("base"))
@@ -224,7 +273,7 @@ def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]])
         return ok(name, f"{shown}{how}")
     if len(by_num) > 1:
         return wrong(name, f"{shown}: the loss is divided by {num} twice", *by_num, step=number)
-    others = [(value, site) for value, site in factors if site not in by_num]
+    others = [(value, site) for value, site in factors if num == 1 or not near(value, 1 / num)]
     by_ranks = [site for value, site in others if world > 1 and near(value, 1 / world)]
     if by_ranks:
         text = f"{shown}: divided by the number of ranks, over which gradients are averaged, too"
@@ -251,12 +300,12 @@ def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]])
 
 
 def is_for_accumulation(value: float, site: Site) -> bool:
-    """Whether a factor is 1/n and a library's, or its line names accumulation."""
+    """Whether a factor is 1/n, and its line names accumulation."""
     if not 0 < value <= 0.5 or not near(1 / value, round(1 / value)):
         return False
-    path, _, line = site.line.rpartition(":")
-    text = linecache.getline(path, int(line)) if line.isdecimal() else ""
-    return bool(site.library) or ("*" not in text and bool(NAMED_SO.search(text)))
+    if site.library:
+        return bool(NAMED_SO_IN_LIBRARIES.search(site.source))
+    return "*" not in site.source and bool(NAMED_SO.search(site.source))
 
 
 def targets(each: ComparedStep) -> Verdict:
@@ -266,10 +315,12 @@ def targets(each: ComparedStep) -> Verdict:
     if not counts or any(count is None for count in counts):
         why = "how many targets a micro-batch has is known of one torch cross_entropy alone"
         return unknown(name, why)
-    if any(count[0] == "none" for count in counts):
+    mean = normalised(each)
+    is_summed = by_count(each, "sum") is not None or (mean is not None and mean.outcome == "ok")
+    if not is_summed and any(count[0] in OWN for count in counts):
         return unknown(name, "the script takes the mean over its targets itself")
     numbers = [count[1] for count in counts]
-    if by_count(each) is not None or len(set(numbers)) == 1:
+    if is_summed or len(set(numbers)) == 1:
         return ok(name, f"{min(numbers)} to {max(numbers)} targets per micro-batch")
     if not uniform(each):
         return unknown(name, "micro-batches are multiplied by different numbers")
@@ -290,10 +341,16 @@ def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) ->
     now = {n: v for n, v in sketches(own.gradient).items() if any(change.get(n, ()))} or sketches(
         own.gradient
     )  # whether all parameters change is a check of its own
+    for looked_at in compared:
+        if ruined := not_finite(looked_at):
+            text = f"made parameters that are not finite: {named(ruined)}"
+            return wrong(name, text, looked_at.step.site, step=looked_at.step.step)
     if not own.lr:
         return unknown(name, "the learning rate is zero or not known")
-    if norm(now) and not norm(change):
-        text = "no parameter changed, though there are gradients"
+    computed = {n: v for n, v in sketches(own.declared).items() if n in each.held}
+    if (norm(now) or norm(computed)) and not norm(change):
+        whose = "there are" if norm(now) else "backward computed"
+        text = f"no parameter changed, though {whose} gradients"
         return wrong(name, text, each.step.site, step=each.step.step)
     if not own.plain_sgd:
         why = f"{each.step.optimizer_name}'s step hardly depends on the gradient's size"
@@ -321,6 +378,17 @@ def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) ->
     if scale.outcome == "wrong":
         return wrong(name, text, *[Site(line) for line in scale.sites], step=each.step.step)
     return ok(name, f"{text}; see accumulation")
+
+
+def not_finite(each: ComparedStep) -> list[str]:
+    """Return the parameters that were finite before the step, and are not afterwards."""
+    own = each.details[0]
+    before = sketches(own.weights)
+    return [
+        n
+        for n, change in sketches(own.change).items()
+        if not all(map(math.isfinite, change)) and all(map(math.isfinite, before.get(n, ())))
+    ]
 
 
 def rounding(own: Details, gradient: float) -> float:

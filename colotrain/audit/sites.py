@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -38,6 +39,15 @@ class Site:
         """Return the site that `plain` wrote."""
         line, library = text if isinstance(text, list | tuple) else ("", "")
         return Site(str(line), str(library))
+
+    @property
+    def source(self) -> str:
+        """The text of the library's line, or of the script's; empty where it is not found."""
+        path, _, line = (self.library or self.line).rpartition(":")
+        folders = sys.path if self.library else ["."]
+        found = (os.path.join(folder, path) for folder in folders)
+        file = next((name for name in found if os.path.isfile(name)), path)
+        return linecache.getline(file, int(line)) if line.isdecimal() else ""
 
     def plain(self) -> list[str]:
         return [self.line, self.library]

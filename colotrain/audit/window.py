@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,16 @@ from colotrain.audit.sites import Site
 
 KEY = "colotrain"
 """Key in the metadata of an autograd node, of the factor that the node applies."""
-TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
+SUMMED = "colotrain summed"
+"""Key of what a sum adds: how many of its numbers are not zero, and how many there are."""
+TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "_DDPSinkBackward")
 """Nodes between a loss and its factors that change nothing."""
-LONGEST_CHAIN = 64
+OF_ONE = frozenset({"MeanBackward0", "SumBackward0", "ViewBackward0", "SqueezeBackward0"})
+"""Nodes that change nothing where the loss is their only number."""
+EXACT = 1e-5
+"""Relative difference of a number and its float32 value."""
+MOST_NODES = 256
+"""Nodes of a loss that are followed at most."""
 
 
 @dataclass(slots=True)
@@ -145,22 +153,75 @@ class Window:
             self.base[name] = self.base.get(name, 0) + value / factor
 
 
-def factors_of(loss: Tensor) -> list[Factor]:
-    """Return the factors that were applied to a loss, the last one first."""
-    found, node = [], loss.grad_fn
-    for _ in range(LONGEST_CHAIN):
+@dataclass(slots=True)
+class Origin:
+    """What was done to a loss before its backward."""
+
+    factors: list[Factor] = field(default_factory=list)
+    """Factors of the whole loss, the last one first."""
+    count: list[Any] | None = None
+    """What the loss sums, as in `Details.counts`; None: it is not known to be a sum."""
+
+
+def origin_of(loss: Tensor) -> Origin:
+    """Follow a loss to where it was computed, through the factors that were applied to it."""
+    return _origin(loss.grad_fn, loss.output_nr, iter(range(MOST_NODES)))
+
+
+def _origin(node: Any, number: int, budget: Iterator[int]) -> Origin:
+    found: list[Factor] = []
+    for _ in budget:
         if node is None:
             break
-        metadata: Any = node.metadata  # torch annotates it as a method
-        factor = metadata.get(KEY)
+        factor, summed = node.metadata.get(KEY), node.metadata.get(SUMMED)
+        following = [place for place, (own, _) in enumerate(node.next_functions) if own is not None]
         if isinstance(factor, Factor):
             found.append(factor)
-            node = node.next_functions[factor.operand][0]
+            place = factor.operand
         elif node.name() in TRANSPARENT:
-            node = node.next_functions[0][0]
+            place = number
+        elif len(following) == 1 and (node.name() == "AddBackward0" or _is_of_one(node)):
+            (place,) = following
+        elif len(following) == 2 and node.name() == "AddBackward0":
+            terms = (node.next_functions[place] for place in following)
+            both = _together(*(_origin(term, place, budget) for term, place in terms))
+            return Origin([*found, *both.factors], both.count)
         else:
-            break
-    return found
+            return Origin(found) if summed is None else _sum_of(found, *summed)
+        node, number = node.next_functions[place]
+    return Origin(found)
+
+
+def _is_of_one(node: Any) -> bool:
+    """Whether a node only gives another shape to one number, or sums it."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return node.name() in OF_ONE and sizes is not None and math.prod(sizes) == 1
+
+
+def _sum_of(factors: list[Factor], num: int, whole: int) -> Origin:
+    """The origin of a sum: with its mean, the division by its own number is no factor."""
+    for place, factor in enumerate(factors):
+        value = factor.value()
+        if any(size and math.isclose(value, 1 / size, rel_tol=EXACT) for size in (num, whole)):
+            return Origin(factors[:place] + factors[place + 1 :], ["none", num, whole])
+    return Origin(factors, ["summed", num, whole])
+
+
+def _together(one: Origin, other: Origin) -> Origin:
+    """The origin of a loss of two terms: the factors that both have."""
+    left, common = list(other.factors), []
+    for factor in one.factors:
+        same = [o for o in left if math.isclose(o.value(), factor.value(), rel_tol=EXACT)]
+        if same:
+            left.remove(same[0])
+            common.append(factor)
+    terms = ((one, len(common) == len(one.factors)), (other, not left))
+    whole = [term.count for term, is_whole in terms if is_whole and term.count is not None]
+    sums = [term.count for term, _ in terms if term.count and term.count[0] != "none"]
+    count = next((count for count in whole if count[0] != "none"), None)
+    if count is None and sums:
+        count = ["own", *sums[0][1:]]
+    return Origin(common, count)
 
 
 def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, scale: bool) -> None:

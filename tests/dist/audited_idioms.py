@@ -7,6 +7,7 @@ line that an audit shall name ends with `# here`.
 
 import copy
 import itertools
+import math
 import os
 import sys
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
@@ -677,6 +679,258 @@ def compiled_step() -> None:
 
     for _ in range(STEPS):
         loss_of(*batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def masked(features: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, targets, and a mask of another number of rows each time."""
+    x, y = batch(features)
+    return x, y, torch.rand(16, 1) < 0.2 + 0.6 * torch.rand(())
+
+
+def errors(net: nn.Module, part: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    x, y, mask = part
+    return (net(x) - y).square() * mask
+
+
+def over_ranks(number: torch.Tensor) -> torch.Tensor:
+    if WORLD > 1:
+        dist.all_reduce(number)
+    return number
+
+
+def by_all_tokens() -> None:
+    """As TRL's trainers: sums of losses over all that the step counts, on all ranks."""
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [masked() for _ in range(2)]
+        total = over_ranks(torch.stack([mask.sum() for *_, mask in parts]).sum())
+        for part in parts:
+            (errors(net, part).sum() / (total / WORLD)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_by_all_ranks_tokens() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [masked() for _ in range(2)]
+        total = over_ranks(torch.stack([mask.sum() for *_, mask in parts]).sum())
+        for part in parts:
+            (errors(net, part).sum() / total).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_terms_by_all_tokens() -> None:
+    """A loss and a regularisation, each a sum over all tokens of the step."""
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [masked() for _ in range(2)]
+        total = over_ranks(torch.stack([mask.sum() for *_, mask in parts]).sum()) / WORLD
+        for x, y, mask in parts:
+            out = net(x)
+            loss = ((out - y).square() * mask).sum() / total
+            (loss + 0.01 * (out.square() * mask).sum() / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def terms_divided_apart() -> None:
+    """Two means, each divided by the number of micro-batches."""
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            x, y = batch()
+            out = net(x)
+            (F.mse_loss(out, y) / 2 + 0.1 * out.square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def smoothed() -> None:
+    """As transformers smooths labels, with the number of all tokens of a step."""
+    net = wrapped(made(8, 16, 5))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [(torch.randn(16, 8), torch.randint(0, 5, (16, 1))) for _ in range(2)]
+        num = 16 * 2
+        for x, labels in parts:
+            logs = -net(x).log_softmax(-1)
+            nll = logs.gather(-1, labels).sum() / num
+            flat = logs.sum(-1, keepdim=True).sum() / (num * 5)
+            (0.9 * nll + 0.1 * flat).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own_means() -> None:
+    """Each micro-batch's mean over what its mask leaves, divided by their number."""
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            part = masked()
+            (errors(net, part).sum() / part[-1].sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_own_means() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            part = masked()
+            (errors(net, part).sum() / part[-1].sum()).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_a_constant() -> None:
+    """As Dr. GRPO: sums over the longest that an answer may be."""
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (errors(net, masked()).sum() / (16 * 40) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def summed_over_ranks() -> None:
+    """As torchtitan: gradients are summed, of losses divided by all ranks' tokens."""
+    net = made(8, 16, 1)
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [masked() for _ in range(2)]
+        total = over_ranks(torch.stack([mask.sum() for *_, mask in parts]).sum())
+        for part in parts:
+            (errors(net, part).sum() / total).backward()
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def returns_its_loss() -> None:
+    """A module under DDP that returns its loss, divided inside."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = made(8, 16, 1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.net(x), y) / 2
+
+    net: nn.Module = WithLoss()
+    if WORLD > 1:
+        net = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            net(*batch()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def double_precision() -> None:
+    """Small parameters of float64, one of them complex, and one frozen."""
+
+    class Phase(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+            self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+            self.frozen = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.turn).imag * self.frozen + self.bias
+
+    net = wrapped(Phase())
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        (net(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_frozen_decays() -> None:
+    """A frozen bias of float64 that its optimizer decays all the same."""
+    net = made(8, 16, 1).double()
+    net[0][0].bias.requires_grad = False
+    optimizer = SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(STEPS):
+        x, y = (t.double() for t in batch())
+        net[0][0].bias.grad = torch.zeros_like(net[0][0].bias)
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_never_synced() -> None:
+    """The last micro-batch's gradients are not reduced, so that the step has none."""
+    net = made(8, 16, 1)
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            net.set_requires_gradient_sync(False)
+            (error(net) / 2).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_zeroed_in_place() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        for parameter in net.parameters():
+            parameter.grad.zero_()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_not_finite() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        (error(net) * (math.nan if step == 2 else 1.0)).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_frozen_by_hand() -> None:
+    """The script itself changes a frozen layer after each step."""
+    net = made(8, 16, 1)
+    net[0].requires_grad_(False)
+    optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()  # here
+        with torch.no_grad():
+            net[0][0].bias.add_(0.01)
+        optimizer.zero_grad()
+
+
+def all_zero() -> None:
+    """Rewards without a difference: nothing is to be learned of them."""
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        (net(batch()[0]) * torch.zeros(16, 1)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -17,7 +17,7 @@ from colotrain.audit.records import EngineInfo, ObservedProcess, ObservedStep
 from colotrain.audit.reference import packed, sketch
 from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import CHECKS
-from colotrain.audit.window import factors_of, note_factor, product
+from colotrain.audit.window import SUMMED, note_factor, origin_of, product
 from colotrain.cli.audit import exit_code_of
 from colotrain.rundir import RunDir
 
@@ -60,9 +60,44 @@ def test_factors_of_a_loss_are_read_from_its_graph() -> None:
     note_factor(half, base, 2, inverse=True, site=Site("a.py:1"), scale=False)
     scaled = half * torch.tensor(1024.0)
     note_factor(scaled, half, torch.tensor(1024.0), inverse=False, site=Site("b.py:2"), scale=True)
-    found = factors_of(scaled)
+    found = origin_of(scaled).factors
     assert [factor.site.line for factor in found] == ["b.py:2", "a.py:1"]
     assert product(found) == (0.5, 1024.0)
+
+
+def noted(loss: torch.Tensor, by: float) -> torch.Tensor:
+    result = loss / by
+    note_factor(result, loss, by, inverse=True, site=Site("a.py:1"), scale=False)
+    return result
+
+
+def summed(values: torch.Tensor) -> torch.Tensor:
+    total = values.sum()
+    total.grad_fn.metadata[SUMMED] = int(values.detach().count_nonzero()), values.numel()
+    return total
+
+
+def test_a_sum_that_is_divided_by_its_own_number_is_a_mean() -> None:
+    values = torch.tensor([1.0, 0.0, 2.0, 3.0], requires_grad=True)
+    of_three = origin_of(noted(noted(summed(values * 1), 3), 2))
+    assert ([f.value() for f in of_three.factors], of_three.count) == ([0.5], ["none", 3, 4])
+    of_seven = origin_of(noted(summed(values * 1), 7))
+    assert ([f.by for f in of_seven.factors], of_seven.count) == ([7], ["summed", 3, 4])
+
+
+def test_what_all_terms_of_a_loss_are_divided_by_counts() -> None:
+    values = torch.tensor([1.0, 0.0, 2.0, 3.0], requires_grad=True)
+    one, other = summed(values * 1), summed(values * values)
+    found = origin_of(noted(one, 7) + noted(noted(other, 7), 100))
+    assert ([f.by for f in found.factors], found.count) == ([7], ["summed", 3, 4])
+    found = origin_of(noted(one, 7) + noted(other, 8) + 1.0)
+    assert (found.factors, found.count) == ([], ["own", 3, 4])
+    found = origin_of(noted(one, 3) + values.square().mean())
+    assert (found.factors, found.count) == ([], None)
+    many = one
+    for _ in range(100):
+        many = many + many  # each a term of itself
+    assert origin_of(many).factors == []
 
 
 def test_nothing_observed_is_nothing_told() -> None:
