@@ -112,10 +112,14 @@ def usable_folder(named: Path | None = None, *, for_code: bool = False) -> Path:
 
 
 def _take(folder: Path, *, may_change: bool = True) -> str:
-    """Let only this user write into a folder that is his; return an objection that remains."""
+    """Let only this user write into a folder that is his; return an objection that remains.
+
+    A folder whose files get its group (setgid) is shared on purpose, and stays as it is.
+    """
     with suppress(FileNotFoundError):
         about = folder.stat()
-        if may_change and about.st_uid == os.geteuid() and about.st_mode & OTHERS_WRITE:
+        is_own = about.st_uid == os.geteuid() and not about.st_mode & stat.S_ISGID
+        if may_change and is_own and about.st_mode & OTHERS_WRITE:
             folder.chmod(stat.S_IMODE(about.st_mode) & ~OTHERS_WRITE)
             if not (why := objection(folder.stat())):
                 _say(f"others could write to the cache {folder}: they no longer can")

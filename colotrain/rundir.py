@@ -248,8 +248,8 @@ class RunDir:
         self.write(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
     def next_attempt(self) -> int:
-        """Return one more than the highest attempt with an event file, or 0."""
-        ending = re.compile(r"-attempt(\d+)\.jsonl$")
+        """Return one more than the highest attempt with an event file that is read, or 0."""
+        ending = re.compile(r"-attempt(\d{4,6})\.jsonl$")
         found = (ending.search(entry.name) for entry in self.events.glob("rank*.jsonl"))
         return max((int(match[1]) for match in found if match), default=-1) + 1
 

@@ -45,7 +45,7 @@ def is_signature(text: str, part: str, content: Any) -> bool:
         made = signature(part, content, make=False)
     except OSError:
         return False
-    return hmac.compare_digest(text.encode(), made.encode())
+    return hmac.compare_digest(text.encode(errors="replace"), made.encode())
 
 
 def _read(rundir: RunDir) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,13 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
         if step < 1:
             fix = "name parameters that train from the start in freeze.except"
             yield Problem(key="freeze.unfreeze", value=step, expected="steps from 1 on", fix=fix)
+
+
+def numbers_of_plan(plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the numbers of a plan that no settings can have; a file of it may be changed."""
+    for key, value in _leaves(plain):
+        if key != "data.workers":  # of which a plan has 0 for one per core
+            yield from _check_range(key, value)
 
 
 def _leaves(plain: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

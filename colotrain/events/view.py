@@ -13,7 +13,7 @@ from colotrain.events.log import json_safe
 from colotrain.events.machines import NodeLeft, Pressure
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.axes import STAGE, Ranks
+from colotrain.spec.axes import Ranks
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.pipeline_schedule import bubble
@@ -236,11 +236,12 @@ def _range(first: int, last: int) -> str:
 def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:
     """Return the stages of a run; none where each rank has all blocks."""
     mesh, found = plan.mesh, []
-    if mesh.pp == 1:
+    ranks_of = Ranks.of(mesh, world=view.world_size or plan.world_size)
+    if mesh.pp == 1 or not ranks_of.world or mesh.pp > len(mesh.pp_split):
         return ()
-    ranks_of = Ranks.of(mesh, world=view.world_size or plan.world_size).groups(*STAGE)
     same = bubble(mesh.pp, plan.batch.accumulation_steps, mesh.pp_chunks)
-    for stage, ranks in enumerate(ranks_of):
+    for stage in range(mesh.pp):
+        ranks = ranks_of.of_stage(stage)
         shares = [r.wait_share for r in view.ranks if r.rank in ranks and r.wait_share is not None]
         found.append(
             StageView(

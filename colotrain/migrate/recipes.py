@@ -221,10 +221,18 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
     ]
     for line in missing_settings(kind, found):
         lines += textwrap.wrap(line, 96, initial_indent="# ", subsequent_indent="# ")
-    body = yaml.safe_dump(
-        nested(complete_settings(kind, found)), sort_keys=False, default_flow_style=None
-    )
+    settings = _without_references(nested(complete_settings(kind, found)))
+    body = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
     return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", body]).rstrip() + "\n"
+
+
+def _without_references(value: Any) -> Any:
+    """The settings with `${` as the text that it is in the other tool's file."""
+    if isinstance(value, dict):
+        return {_without_references(key): _without_references(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_references(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _comment(text: str) -> str:

@@ -26,7 +26,7 @@ from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Source, load
-from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_
+from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_, offline
 from colotrain.models.huggingface_loss import (
     balances_experts,
     chunk_loss_,
@@ -61,6 +61,7 @@ OWN_ARGS = ("dtype",)
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 
 
+@offline()
 def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     """The model of `plan.hf` with parameters on the meta device, and real buffers.
 

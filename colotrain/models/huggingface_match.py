@@ -27,7 +27,7 @@ from colotrain.models.huggingface_internals import patterns_in_float32, patterns
 from colotrain.models.stored import StoredTensors
 from colotrain.rundir import read_json
 
-MOST_PARAMETERS, MOST_LAYERS = 250_000, 1_000
+MOST_PARAMETERS, MOST_LAYERS, MOST_LABELS = 250_000, 1_000, 10_000_000
 """Tensors of a model, and a number of layers in its configuration, which may make lists of it."""
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that older directories have, and models of today compute."""
@@ -134,7 +134,7 @@ def wrong(folder: Path, expected: str, fix: str = "") -> ConfigError:
 
 
 def check_layers(folder: Path, args: dict[str, Any]) -> None:
-    """Refuse numbers of layers of which transformers would make endless lists."""
+    """Refuse numbers of layers and labels of which transformers would make endless lists."""
     try:
         found = [read_json(folder / "config.json"), args]
     except (OSError, ValueError) as error:
@@ -145,8 +145,9 @@ def check_layers(folder: Path, args: dict[str, Any]) -> None:
             counts = "layer" in str(key) and "per_layer" not in str(key)
             if isinstance(value, dict):
                 found.append(value)
-            elif counts and isinstance(value, int) and value > MOST_LAYERS:
-                raise wrong(folder, f"{key} of at most {MOST_LAYERS:,}, not {value}")
+            most = MOST_LABELS if key == "num_labels" else MOST_LAYERS if counts else None
+            if most is not None and isinstance(value, int) and value > most:
+                raise wrong(folder, f"{key} of at most {most:,}, not {value}")
 
 
 class ParameterCounter:

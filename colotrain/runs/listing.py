@@ -189,7 +189,8 @@ def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:
 
 def _is_run(rundir: RunDir) -> bool:
     try:
-        return rundir.plan_file.exists() or rundir.events.is_dir()
+        is_sweep = rundir.sweep_file.exists()  # whose runs have folders of their own
+        return rundir.plan_file.exists() or (rundir.events.is_dir() and not is_sweep)
     except OSError:  # no permission to read it: it is listed as damaged
         return True
 

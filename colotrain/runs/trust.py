@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain import signatures
-from colotrain.errors import UsageError, shortened
+from colotrain.errors import ConfigError, UsageError, shortened
 from colotrain.records import as_override, to_plain
 from colotrain.rundir import OFFLOAD, RunDir, read_json, read_text, write_atomically
 from colotrain.signatures import is_signed
@@ -202,6 +202,7 @@ def check(
     `only`: keys or sections of the plan that matter; empty: all. `given`: settings that this user
     gave as arguments, by key. `fix`: what the user of this command can do.
     """
+    _check_numbers(plan)
     if wrong := _refused(rundir, plan, trusted=trusted, only=only, given=given or {}):
         raise _refusal(rundir.plan_file, wrong, fix)
 
@@ -216,6 +217,7 @@ def check_resumed(
     """
     from colotrain.config.compose import gather
 
+    _check_numbers(plan)
     if wrong := _refused(rundir, plan, trusted=trusted, only=(), given=given):
         fix = TRUST_IT
         with suppress(UsageError):
@@ -225,6 +227,14 @@ def check_resumed(
             if named:
                 fix = f"{TRUST_IT}, or {GIVE_IT}: {_as_arguments(named)}"
         raise _refusal(rundir.plan_file, wrong, fix)
+
+
+def _check_numbers(plan: RunPlan) -> None:
+    """Raise `ConfigError` for numbers that no settings can have: they are in no signature."""
+    from colotrain.config.checks import numbers_of_plan
+
+    if problems := list(numbers_of_plan(to_plain(plan))):
+        raise ConfigError(problems)
 
 
 def _refused(

@@ -78,7 +78,7 @@ class _Scale:
 
     def eighths(self, value: float) -> int:
         at, low, high = ((math.log(x) if self.log else x) for x in (value, self.low, self.high))
-        share = (at - low) / (high - low) if high > low else 0.5
+        share = (at / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
         return 1 + round(share * (8 * self.height - 1))
 
     def row(self, value: float) -> int:
@@ -134,7 +134,7 @@ def _labelled(value: float | None, line: Text) -> Text:
 
 def bar(value: float, *, of: float, width: int, style: str = SKY, mark: float = 0) -> Text:
     """Draw a bar of `width`, full at `of`, with a vertical line at `mark`."""
-    filled = round(width * min(1.0, value / of)) if of > 0 else 0
+    filled = round(width * max(0.0, min(1.0, value / of))) if of > 0 else 0
     filled = max(filled, 1 if value > 0 else 0)
     line = Text.assemble(("█" * filled, style), ("·" * (width - filled), "dim"))
     return _marked(line, mark, of=of)

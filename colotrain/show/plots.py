@@ -67,6 +67,10 @@ def _sizes(breakdown: MemoryBreakdown) -> dict[str, int]:
     return {name: size for name, size in to_plain(breakdown).items() if size}
 
 
+LARGEST = 1e150
+"""What matplotlib can find ticks for."""
+
+
 def draw(runs: Sequence[Curves]) -> Any:
     """Return a matplotlib Figure with all runs in the same axes. Raises ImportError without it."""
     from matplotlib.figure import Figure
@@ -203,7 +207,9 @@ def _title(axes: Any, title: str, *, x: str = "", y: str = "", legend: bool = Fa
 
 
 def _points(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    return [x for x, _ in pairs], [y for _, y in pairs]
+    """Return the two coordinates; a gap stands for what is too large for ticks."""
+    high = [y if abs(y) <= LARGEST else math.nan for _, y in pairs]
+    return [x for x, _ in pairs], high
 
 
 def _drawable(norm: float | None) -> bool:

@@ -109,6 +109,11 @@ class Ranks:
         firsts = (rank for rank in range(self.world) if self.is_first(rank, *axes))
         return tuple(self.peers(rank, *axes) for rank in firsts)
 
+    def of_stage(self, stage: int) -> range:
+        """Return the ranks of a pipeline stage."""
+        num = self.size(*STAGE)
+        return range(stage * num, (stage + 1) * num)
+
     def reader(self, rank: int) -> int:
         """Return the number, among all readers, of the one whose samples a rank works on."""
         return self.index(rank, *STAGE) // self.size(CP, TP)

@@ -145,6 +145,19 @@ def test_others_lose_the_right_to_write_into_ones_own_folder(cache: Path) -> Non
     assert cache.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_cache_that_a_group_shares_stays_shared(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who forgets COLOTRAIN_CACHE_SHARED once does not take it from the others."""
+    cache.mkdir()
+    cache.chmod(0o2770)
+    measured_peaks.remember("shape", 7)
+    assert measured_peaks.recall("shape") == 7
+    assert (tmp_path / "home" / "colotrain" / "peaks").is_dir()
+    assert (cache.stat().st_mode & 0o7777, list(cache.iterdir())) == (0o2770, [])
+    assert "COLOTRAIN_CACHE_SHARED=1 to share it" in capsys.readouterr().err
+
+
 def test_the_doctor_says_that_others_can_write_to_the_cache(cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)

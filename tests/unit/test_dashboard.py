@@ -30,7 +30,7 @@ from colotrain.events.gradients import Cell, Heat
 from colotrain.events.log import EventReader
 from colotrain.events.view import RunView
 from colotrain.rundir import RunDir
-from colotrain.show.charts import SYMBOLS, chart, heat_lines, spark, stacked
+from colotrain.show.charts import SYMBOLS, bar, chart, heat_lines, spark, stacked
 from colotrain.show.dashboard import render
 from colotrain.show.frame import FOCI, Focus, FrameState, stragglers, worst_parameters
 from colotrain.show.live import LiveDashboard, Screen, progress_for, replay
@@ -565,3 +565,10 @@ def test_memory_is_shown_by_category_with_the_sizes_of_the_fullest_rank() -> Non
     view = fold([*rich_run(num_ranks=2), *told])
     text = picture(view, width=120, height=60, focus="ranks")
     assert "measured (rank 1) step 180MiB optimizer 160MiB torch 100MiB" in text
+
+
+def test_numbers_at_the_end_of_their_range_are_drawn() -> None:
+    far = [(0, 1e308), (1, -1e308), (2, 1.0), (3, math.inf)]
+    assert len(chart(far, width=20, height=4)) >= 4
+    assert len(spark(far, width=4)) == 4
+    assert bar(-1e308, of=1e-3, width=8).plain.count("█") == 0

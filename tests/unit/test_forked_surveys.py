@@ -41,11 +41,12 @@ with ForkedCaller(meanwhile=lambda: waited.append(1)) as look:
     found = [first, second, attempt(look, "mine:refuse"), attempt(look, "mine:broken")]
     found += [attempt(look, "mine:die", 9), attempt(look, "mine:about")]
 alone = look("mine:about")
+assert look("mine:pool") == [1, 2, 3]
 print(json.dumps({"found": found, "alone": alone, "waited": len(waited), "own": os.getpid()}))
 """
 
 MINE = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from colotrain.cli.main import guarded
 from colotrain.errors import ConfigError, Problem
 
@@ -56,6 +57,10 @@ def about():
     print("printed by the user")
     os.system("echo printed by a program")
     return [os.getpid(), len(calls), os.getcwd(), os.environ["CHANGED"]]
+
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(abs, [-1, -2, -3])
 
 def refuse():
     raise ConfigError([Problem(key="model.target", expected="another", value="mine", fix="fix it")])

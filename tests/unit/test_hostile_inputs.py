@@ -7,6 +7,7 @@ import mmap
 import random
 import resource
 import signal
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -419,9 +420,31 @@ def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
 # Models
 
 
+@pytest.mark.parametrize("kind", ["detr", "dpt", "upernet", "maskformer"])
+def test_a_model_directory_that_names_another_asks_the_hub_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pytest.importorskip("transformers")
+    from colotrain.models.loading import build
+
+    def connect(*_: object) -> None:
+        asked.append(_)
+        raise OSError("no network")
+
+    asked: list[object] = []
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    config = {"model_type": kind, "backbone": "other/backbone", "use_pretrained_backbone": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_timm_backbone": False}))
+    with pytest.raises(ConfigError):
+        build(ModelPlan(target="", hf=str(tmp_path)), seed=0)
+    assert not asked
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {"num_labels": 10**9},
         {"vocab_size": 1 << 50},
         {"vocab_size": 1 << 70},
         {"hidden_size": 1 << 40},

@@ -104,6 +104,18 @@ def test_what_was_not_taken_stands_in_the_recipe(folder: Path) -> None:
     assert "global_batch: 8" in text
 
 
+def test_a_reference_is_text_of_the_other_tools_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "value")
+    place = "/disk/${oc.env:SECRET}"
+    offload = {"device": "nvme", "nvme_path": place}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    path = write(folder, "deepspeed", {"train_batch_size": 8, "zero_optimization": zero})
+    assert guarded(["import-config", str(path), "--kind", "deepspeed"]) == 0
+    assert compose(["recipe=theirs"])["plugin"]["disk_path"] == place
+
+
 def test_people_see_every_key_and_the_counts(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

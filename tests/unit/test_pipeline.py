@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -335,6 +336,8 @@ def test_measured_waits_of_stages_are_beside_planned_ones() -> None:
     assert last.wait == 0.5
     assert (first.planned_wait, last.planned_wait) == plan.time.waits
     assert stages(view, resolve_config(STAGED[:3], here=True, job=None).plan) == ()
+    for strange in (10**12, 1):  # as an event of somebody else's may say
+        assert len(stages(replace(view, world_size=strange), plan)) == (2 if strange > 1 else 0)
 
 
 SIZES = ("recipe=llm-tiny", "train.global_batch=48", "train.micro_batch=2")

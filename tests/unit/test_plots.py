@@ -116,3 +116,10 @@ def test_what_cannot_be_drawn_is_one_line(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert guarded(["plot", "one"]) == 1
     assert "pip install 'colotrain[plot]'" in capsys.readouterr().err
+
+
+def test_what_is_too_large_for_ticks_is_a_gap(runs: list[RunDir]) -> None:
+    curves = dataclasses.replace(read_curves(runs[0]), loss=((1, 1.0), (2, 1e308), (3, -1e308)))
+    figure = draw([curves])
+    figure.canvas.draw()
+    assert figure.axes[0].lines[0].get_ydata()[0] == 1.0

@@ -32,7 +32,7 @@ from colotrain.events.view import summary
 from colotrain.rundir import RunDir
 from colotrain.runs import start
 from colotrain.runs.listing import list_runs, row_of, stop
-from colotrain.runs.sweep import Element, table
+from colotrain.runs.sweep import Element, table, write_sweep
 from colotrain.show.plots import _per, _rate, read_curves
 from tests.running import SMALL
 
@@ -356,6 +356,17 @@ def test_the_summary_of_an_earlier_launch_is_passed_over(rundir: RunDir) -> None
     os.utime(rundir.summary_file, (LONG_AGO, LONG_AGO))
     launched(rundir, steps=4, status="finished")
     assert row_of(rundir).steps == 4
+
+
+def test_the_folder_of_a_sweep_is_no_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sweep(RunDir(root / "sweep"), [])
+    assert listed(root, capsys) == []
+
+
+def test_files_of_attempts_that_are_not_read_have_no_number(rundir: RunDir) -> None:
+    for number in ("0003", "9999999", "1" * 232):
+        (rundir.events / f"rank00000-attempt{number}.jsonl").write_text("")
+    assert rundir.next_attempt() == 4
 
 
 def test_damaged_runs_are_listed_as_damaged(

@@ -14,8 +14,8 @@ import pytest
 
 from colotrain import signatures
 from colotrain.cli.main import guarded
-from colotrain.errors import UsageError
-from colotrain.export import check
+from colotrain.errors import ConfigError, UsageError
+from colotrain.export import check, write  # noqa: F401  # before `choose` is replaced
 from colotrain.export.receipt import RECEIPT, digests
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -372,6 +372,35 @@ def test_a_signature_is_of_one_part_and_one_form(home: Path) -> None:
         for command in (["ls -l"], ["ls", "-l"], "ls -l")
     ]
     assert len(set(signed)) == len(signed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.validation_fraction", float("nan")),
+        ("data.validation_fraction", -1.0),
+        ("elastic.hang_timeout_s", float("inf")),
+        ("train.seed", -1),
+        ("mesh.pp", 0),
+    ],
+)
+def test_numbers_that_no_settings_can_have_are_refused(
+    rundir: RunDir, key: str, value: float, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    """No signature is of them: a plan's numbers may be changed."""
+    document = json.loads(rundir.plan_file.read_text())
+    section, name = key.split(".")
+    document[section][name] = value
+    rundir.plan_file.write_text(json.dumps(document))
+    for trusted in (False, True):
+        with pytest.raises(ConfigError, match=key):
+            trust.check_resumed(rundir, rundir.plan(), trusted=trusted, given={})
+
+
+def test_text_that_is_no_unicode_is_no_signature(home: Path) -> None:
+    content = trust.calls(notified_by("ls"))
+    signatures.signature("plan", content)
+    assert not signatures.is_signature("\ud800", "plan", content)
 
 
 def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:

@@ -136,6 +136,7 @@ def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[st
     `launcher` is a process id; `folder` and `environment` are the launcher's.
     """
     die_with(launcher)
+    multiprocessing.current_process().daemon = False  # or the user's code could make no pools
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent when the launcher exits
     os.environ.clear()
     os.environ.update(environment)
