@@ -66,7 +66,8 @@ def data_plan(
         pairs=pairs,
         masked=masked,
     )
-    if not missing:
+    num_sources = sum(map(bool, (data.corpus, paths, parts, data.target)))
+    if not missing and num_sources == 1:
         problems += _check_formats(plan)
     return plan
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import Progress, is_prepared, prepare_all
-from colotrain.errors import ColotrainError, ConfigError
+from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.launch.server.compiler import postpone_compiler
 from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
@@ -125,6 +125,11 @@ class ModelSurveys:
     def check_functions(self, data: DataPlan, named: dict[str, str], seed: int) -> None:
         """Raise `ConfigError` where one of the user's functions cannot be used."""
         self._call("check_functions", data, named, seed)
+
+    def wrong_names(self, named: dict[str, str]) -> list[Problem]:
+        """Return what cannot be imported of the user's code, which is `named` by setting."""
+        found: list[Problem] = self._call("wrong_names", named)[0]
+        return found
 
     def _call(self, function: str, *args: Any) -> Any:
         if is_warm() and SURVEY not in sys.modules:

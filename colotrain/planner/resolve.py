@@ -7,12 +7,14 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
 from colotrain.config.adapter import plan_adapter
-from colotrain.config.checks import check, find_resume
+from colotrain.config.checks import CODE, check, find_resume
 from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
 from colotrain.config.schema import Config, Elastic, Optim, Train
@@ -115,12 +117,13 @@ def resolve(
         config = with_changes(config, choice.changes)
         settings = read(Config, config, key="", problems=[])
         assert settings is not None
-    examined = examine(settings, choice.reason, surveys, machine, problems)
-    settings, data = examined.settings, examined.data
-    steps = in_steps(settings, data, global_batch=examined.batch.global_batch, surveys=surveys)
-    check_own_functions(settings, data, steps, surveys)
-    held = num_validation(settings, data, surveys=surveys)
-    study = study_loss(settings, examined.model, data, examined.survey, surveys)
+    with all_names(settings, surveys):
+        examined = examine(settings, choice.reason, surveys, machine, problems)
+        settings, data = examined.settings, examined.data
+        steps = in_steps(settings, data, global_batch=examined.batch.global_batch, surveys=surveys)
+        check_own_functions(settings, data, steps, surveys)
+        held = num_validation(settings, data, surveys=surveys)
+        study = study_loss(settings, examined.model, data, examined.survey, surveys)
     train = _train(settings.train, steps, held, study)
     context = planning_context(
         examined,
@@ -416,6 +419,8 @@ def _warnings(
 ) -> Iterator[str]:
     """Warnings of what is allowed but probably not intended; `of_loss` are those of the loss."""
     settings = examined.settings
+    if settings.name is not None and settings.name != plan.name:
+        yield f"name={settings.name}: the run is called {plan.name}, as its folder"
     if not plan.smoke:
         yield from _warnings_of_length(settings, steps, plan.optim)
     yield from _warnings_of_ranks(settings, examined.scale, machine)
@@ -467,6 +472,21 @@ def num_validation(settings: Config, data: DataPlan, *, surveys: ModelSurveys) -
     if found == 0 and metric is not None:
         raise ConfigError([no_best(key, metric, fraction, own_dataset=data.source == "target")])
     return found
+
+
+@contextmanager
+def all_names(settings: Config, surveys: ModelSurveys) -> Iterator[None]:
+    """Where a name of the user's code is wrong, tell the other wrong ones as well."""
+    try:
+        yield
+    except ConfigError as error:
+        keys = (*CODE, "optim.name", "optim.schedule.name")
+        names = {key: attrgetter(key)(settings) for key in keys}
+        told = {problem.key for problem in error.problems}
+        others = {k: v for k, v in names.items() if v and ":" in v and k not in told}
+        if told.isdisjoint(names) or not others:
+            raise
+        raise ConfigError([*error.problems, *surveys.wrong_names(others)]) from error
 
 
 def check_own_functions(

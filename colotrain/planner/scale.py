@@ -131,14 +131,11 @@ def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
         nodes, mesh, axes = 1, inside, inside.above_one
     if _holds_groups(procs, most_procs, mesh.unit(max(1, nodes))):
         return
-    size = mesh.together
-    key, product = next(iter(axes)), ""
-    if len(axes) > 1:
-        key, product = "mesh", f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} as "
+    key, size = " × ".join(axes), " × ".join(map(str, axes.values()))
     if procs == "auto":
-        expected = f"{product}at most {most_procs}, the ranks of a node, where each group is"
+        expected = f"at most {most_procs}, as many ranks as a node gets here"
         if nodes > 1:
-            expected = f"{product}what {nodes} nodes of at most {most_procs} ranks share evenly"
+            expected = f"what {nodes} nodes of at most {most_procs} ranks share evenly"
         fix = "lower it, or set cluster.procs_per_node"
         yield Problem(key=key, value=size, expected=expected, fix=fix)
         return
@@ -146,7 +143,7 @@ def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
     ranks = (
         f"{whole}, the ranks of {nodes} nodes" if nodes > 1 else f"cluster.procs_per_node={procs}"
     )
-    expected = f"{product}a divisor of {ranks}"
+    expected = f"a divisor of {ranks}"
     sizes = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
     yield Problem(key=key, value=size, expected=expected, fix=f"one of {sizes}")
 

@@ -27,6 +27,7 @@ class KnownSurveys(ModelSurveys):
             ("trace", lambda *_, **__: None),
             ("study_loss", lambda model, data, seed: LossStudy()),
             ("check_functions", lambda data, named, seed: None),
+            ("wrong_names", lambda named: []),
         ):
             object.__setattr__(self, name, function)
 

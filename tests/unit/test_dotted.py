@@ -12,6 +12,7 @@ import pytest
 
 from colotrain.dotted import import_target
 from colotrain.errors import ConfigError
+from colotrain.runs.resolving import resolve_config
 
 
 @pytest.fixture
@@ -118,3 +119,11 @@ def test_a_module_that_does_not_import_says_why(folder: Path, text: str, told: s
     with pytest.raises(ConfigError, match=told) as caught:
         import_target("data.target", f"{module(folder, text)}:build")
     assert caught.value.__cause__ is not None
+
+
+def test_all_names_that_are_wrong_come_at_once() -> None:
+    names = {key: f"absent_{key[-3:]}:x" for key in ("optim.name", "train.loss", "train.metrics")}
+    names |= {"data.target": "absent:y", "optim.schedule.name": "json:absent"}
+    with pytest.raises(ConfigError) as error:
+        resolve_config(["recipe=llm-tiny", "data.corpus=null", *map("=".join, names.items())])
+    assert {problem.key for problem in error.value.problems} >= names.keys()

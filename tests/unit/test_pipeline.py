@@ -373,7 +373,12 @@ def test_stages_may_be_on_several_nodes(
         (2, 1, {"tp": 2}, "mesh.tp=2: expected a divisor of cluster.procs_per_node=1; one of 1"),
         (2, 1, {"tp": 2, "pp": 2}, "mesh.tp=2: expected a divisor of cluster.procs_per_node=1"),
         (2, 2, {"pp": 3}, "mesh.pp=3: expected a divisor of 4, the ranks of 2 nodes; one of 1, 2"),
-        (2, 2, {"pp": 4, "cp": 2}, "mesh.pp × mesh.cp = 4 × 2 as a divisor of 4, the ranks of 2"),
+        (
+            2,
+            2,
+            {"pp": 4, "cp": 2},
+            "mesh.pp × mesh.cp=4 × 2: expected a divisor of 4, the ranks of 2",
+        ),
         (2, "auto", {"pp": 512}, "mesh.pp=512: expected what 2 nodes of at most "),
     ],
 )

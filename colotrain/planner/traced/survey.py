@@ -359,18 +359,23 @@ def check_schedule(dotted: str, total: int) -> str | None:
     return None
 
 
-def check_functions(data: DataPlan, named: dict[str, str], seed: int) -> None:
-    """Import the user's functions `named`, by setting, and ask `data.sampler` for its weights.
-
-    Raises `ConfigError` with all that cannot be imported.
-    """
+def wrong_names(named: dict[str, str]) -> list[Problem]:
+    """Return what cannot be imported of the user's code, which is `named` by setting."""
     problems: list[Problem] = []
     for key, dotted in named.items():
         try:
             import_target(key, dotted)
         except ConfigError as error:
             problems += error.problems
-    if problems:
+    return problems
+
+
+def check_functions(data: DataPlan, named: dict[str, str], seed: int) -> None:
+    """Import the user's functions `named`, by setting, and ask `data.sampler` for its weights.
+
+    Raises `ConfigError` with all that cannot be imported.
+    """
+    if problems := wrong_names(named):
         raise ConfigError(problems)
     if data.sampler is not None:
         with seeded(seed):
