@@ -28,11 +28,16 @@ KEY_BYTES = 32
 def sign(rundir: RunDir, parts: Mapping[str, Any]) -> None:
     """Add signatures of parts of the run directory, such as its job; their content is plain data.
 
-    If the home is not writable nothing is signed, and the parts will count as somebody else's.
+    If the home is not writable nothing is signed, and the parts will count as somebody else's: a
+    line says so where that matters.
     """
-    with suppress(OSError):
+    try:
         made = {part: signature(part, content) for part, content in parts.items()}
         rundir.write(rundir.signature_file, json.dumps(_read(rundir) | made) + "\n")
+    except OSError as error:
+        if any(content for part, content in parts.items() if part != "config"):
+            why = f"the key in the home: {error.strerror or error}"
+            _warn(f"{rundir.argument} is not signed ({why}); `resume` will ask for --trust-code")
 
 
 def is_signed(rundir: RunDir, part: str, content: Any) -> bool:

@@ -403,6 +403,23 @@ def test_text_that_is_no_unicode_is_no_signature(home: Path) -> None:
     assert not signatures.is_signature("\ud800", "plan", content)
 
 
+def test_a_run_that_cannot_be_signed_says_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "file"))
+    for words in (["recipe=llm-tiny"], TARGETS):
+        resolved = resolve_config([*words, "name=unsigned"])
+        rundir = RunDir(home / "runs" / "unsigned")
+        rundir.create()
+        capsys.readouterr()
+        write_signed(resolved.plan, rundir, resolved.config)
+        said = capsys.readouterr().err
+        assert ("unsigned is not signed (the key in the home: Not a directory)" in said) == (
+            words == TARGETS
+        )
+
+
 def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
     resolved = resolve_config(["recipe=llm-tiny", "name=plain"])
     rundir = RunDir(home / "plain")
