@@ -155,6 +155,13 @@ def test_a_table_of_very_many_columns_takes_seconds(tmp_path: Path) -> None:
     assert "two are called 'c7'" in refused(path)
 
 
+@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "..", "a/b.arrow"])
+def test_a_saved_dataset_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    folder = write_dataset(tmp_path / "data", [{"text": "one"}, {"text": "two"}])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert "whose files are in its folder" in refused(folder)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("write", [write_parquet, write_dataset])
 def test_damaged_columns_are_an_error_or_rows(

@@ -135,13 +135,22 @@ def saved_files(folder: Path, inside: str = "") -> list[DataFile]:
     `inside` is put before their names.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = map(str, _json(folder / "dataset_dict.json").get("splits", []))
+        splits = _plain_names(folder, _json(folder / "dataset_dict.json").get("splits"))
         return [file for s in splits for file in saved_files(folder / s, f"{inside}{s}/")]
-    listed = _json(folder / "state.json").get("_data_files") or []
-    names = [str(entry["filename"]) for entry in listed] or sorted(
-        path.name for path in folder.glob("*.arrow")
-    )
+    listed = _json(folder / "state.json").get("_data_files")
+    listed = listed if isinstance(listed, list) else []
+    named = [entry.get("filename") if isinstance(entry, dict) else entry for entry in listed]
+    names = _plain_names(folder, named) or sorted(path.name for path in folder.glob("*.arrow"))
     return [DataFile(name=inside + n, path=folder / n, kind="arrow") for n in names]
+
+
+def _plain_names(folder: Path, listed: Any) -> list[str]:
+    """The names that a saved dataset lists; all are in its folder."""
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    if strange := [name for name in names if name in ("", "..") or Path(name).name != name]:
+        expected = f"a dataset whose files are in its folder, not {strange[0]!r}"
+        raise corpora.wrong_path(str(folder), expected, "save the dataset again")
+    return names
 
 
 def _json(path: Path) -> dict[str, Any]:
