@@ -279,13 +279,26 @@ def write_atomically(path: Path, content: str | bytes, *, inside: Path | None = 
 
     No link between the folder `inside`, by default the file's own, and the file is followed.
     """
+    with replacement_of(path, inside=inside or path.parent) as out:
+        out.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacement_of(path: Path, *, inside: Path, private: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file, which takes the place of `path` at the end of the context.
+
+    An error leaves `path` as it is. No link below the folder `inside` is followed. Unless it is
+    `private`, others may read the file as the umask permits.
+    """
     temporary = f".{path.name}-{secrets.token_hex(8)}"
-    with _folder_of(inside or path.parent, path) as (at, name):
-        handle = os.open(temporary, _NEW | os.O_WRONLY, 0o600, dir_fd=at)
+    with folder_of(inside, path) as (at, name):
+        mode = 0o600 if private else 0o666
+        handle = os.open(temporary, _NEW | os.O_WRONLY, mode, dir_fd=at)
         try:
             with os.fdopen(handle, "wb") as out:
-                os.fchmod(handle, 0o600)
-                out.write(content.encode() if isinstance(content, str) else content)
+                if private:
+                    os.fchmod(handle, mode)
+                yield out
                 out.flush()
                 os.fsync(out.fileno())
             os.replace(temporary, name, src_dir_fd=at, dst_dir_fd=at)
@@ -294,14 +307,24 @@ def write_atomically(path: Path, content: str | bytes, *, inside: Path | None = 
             raise
 
 
-def make_folder(path: Path, *, inside: Path) -> None:
-    """Make a folder below `inside`, and those between, for the user alone; follow no links."""
+def is_unfinished(name: str, *, of: str | None = None) -> bool:
+    """Whether a file has the name of a `replacement_of` a file, or of the file `of`."""
+    match = re.fullmatch(r"\.(.+)-[0-9a-f]{16}", name)
+    return match is not None and of in (None, match[1])
+
+
+def make_folder(path: Path, *, inside: Path, private: bool = True) -> None:
+    """Make a folder below `inside`, and those between; follow no links.
+
+    New folders are for the user alone; unless they are `private`, for whom the umask permits.
+    """
     at = os.open(inside, _FOLDER)
     try:
         for name in _names_inside(inside, path):
             with suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=at)
-                os.chmod(name, 0o700, dir_fd=at)
+                os.mkdir(name, 0o700 if private else 0o777, dir_fd=at)
+                if private:
+                    os.chmod(name, 0o700, dir_fd=at)
             at = _step_into(at, name, path)
     finally:
         os.close(at)
@@ -345,7 +368,7 @@ def open_inside(folder: Path, path: str | Path, flags: int) -> int:
     """
     path = Path(path)
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block
-    with _folder_of(folder, path) as (at, name):
+    with folder_of(folder, path) as (at, name):
         handle = os.open(name, flags & ~os.O_TRUNC, 0o600, dir_fd=at)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode):
@@ -359,7 +382,7 @@ def open_inside(folder: Path, path: str | Path, flags: int) -> int:
 
 
 @contextmanager
-def _folder_of(folder: Path, path: Path) -> Iterator[tuple[int, str]]:
+def folder_of(folder: Path, path: Path) -> Iterator[tuple[int, str]]:
     """Yield a handle of the folder that holds `path`, and the file's name; errors name `path`."""
     *between, name = _names_inside(folder, path)
     at = os.open(folder, _FOLDER)

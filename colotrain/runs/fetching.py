@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from colotrain.config.stores import check_address, is_address, run_address
+from colotrain.config.stores import check_address, is_address
 from colotrain.engine.state.manifest import (
     MANIFEST,
     complete,
@@ -25,7 +25,7 @@ from colotrain.engine.state.manifest import (
     read_manifest,
 )
 from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.rundir import RUNS, RunDir, run_name, write_atomically
+from colotrain.rundir import MOST_READ, RUNS, RunDir, replacement_of, run_name, write_atomically
 from colotrain.runs.store import FILES_AT_ONCE, Store, Stored, StoreError
 from colotrain.runs.sync_state import (
     SMALL,
@@ -42,6 +42,8 @@ PLANS = ("plan.json", "config.yaml", "signature.json")
 OUTLINE = (*PLANS[:2], "summary.json", "launcher.json", "events/launcher.jsonl", "events/node*")
 GRADIENTS = (*OUTLINE, "events/rank00000-*.jsonl")
 ALL = tuple(glob for glob in SMALL if not glob.startswith("logs"))
+LONG = (".jsonl", ".safetensors")
+"""Endings of files of any size, which are fetched in parts; others have at most `MOST_READ`."""
 
 
 def fetch_to_resume(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> None:
@@ -51,15 +53,18 @@ def fetch_to_resume(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = F
     """
     if runs_dir is None or is_sent_from_here(rundir):  # its live launcher is refused later
         return
-    Store(run_address(runs_dir, rundir.name)).check_writable()
+    Store(runs_dir, rundir.name).check_writable()
     run = StoredRun(rundir, runs_dir)
     if not run.exists:
+        if not overwrite:
+            run.check_name()
         return
     if overwrite:
         problem = f"--overwrite: {run.store.address} exists, and stores rename nothing"
         raise UsageError(problem, "choose another name, or delete it there")
     run.check_same()
     run.fetch_small(ALL)
+    run.check_name()
     run.fetch_checkpoint()
 
 
@@ -123,12 +128,15 @@ def outlines(runs_dir: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="colotrain-runs-") as folder:
 
         def fetch(name: str) -> None:
-            run = StoredRun(RunDir(Path(folder) / name), runs_dir)
-            if run.exists:
-                run.fetch_small(OUTLINE if "summary.json" in run.objects else GRADIENTS)
+            try:
+                run = StoredRun(RunDir(Path(folder) / name), runs_dir)
+                if run.exists:
+                    run.fetch_small(OUTLINE if "summary.json" in run.objects else GRADIENTS)
+            except StoreError as error:
+                tell(f"warning: {error.problem}")
 
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            list(pool.map(fetch, filter(is_name, Store(runs_dir.rstrip("/")).folders())))
+            list(pool.map(fetch, filter(is_name, Store(runs_dir).folders())))
         yield Path(folder)
 
 
@@ -148,7 +156,9 @@ def stored_checkpoints(address: str, *, whole: bool) -> Iterator[Path]:
             (path := Path(folder) / checkpoint).mkdir()
             for name in inside[checkpoint]:
                 file = path / PurePosixPath(name).name
-                if whole or file.name == MANIFEST:
+                if file.name == MANIFEST:
+                    file.write_bytes(run.read(name))
+                elif whole:
                     run.store.fetch(name, file)
                 else:
                     file.touch()
@@ -163,7 +173,7 @@ def is_name(name: str) -> bool:
 def is_sent_from_here(rundir: RunDir) -> bool:
     """Whether a process sends the run from this very folder, which is newer than the store then."""
     try:
-        with rundir.store_lock.open("rb") as lock:
+        with os.fdopen(rundir.open(rundir.store_lock, os.O_RDONLY), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -200,7 +210,7 @@ class StoredRun:
 
     def __init__(self, rundir: RunDir, runs_dir: str) -> None:
         self.rundir, self.runs_dir = rundir, runs_dir
-        self.store = Store(run_address(runs_dir, rundir.name))
+        self.store = Store(runs_dir, rundir.name)
         self.synced = SyncState(rundir, self.store.address)
         self.objects = self.store.objects()
 
@@ -217,6 +227,15 @@ class StoredRun:
             problem = f"{self.rundir.path}: is another run than the one in {runs_dir}"
             raise UsageError(problem, "work in another folder, or move it away")
 
+    def check_name(self) -> None:
+        """Refuse to send a run whose plan has another name than the run's folder."""
+        if not self.rundir.plan_file.is_file():
+            return
+        if (name := self.rundir.plan().name) != self.rundir.name:
+            problem = f"{self.rundir.plan_file}: name={name}: expected {self.rundir.name}"
+            fix = "a run with a store has the name of its folder: rename the folder"
+            raise UsageError(problem, fix)
+
     def fetch_small(self, wanted: Sequence[str]) -> None:
         """Fetch small files, by globs, that are newer in the store; they get the store's times."""
         self.rundir.create()
@@ -227,6 +246,8 @@ class StoredRun:
 
         names = [name for name in self.objects if _is_wanted(name, wanted)]
         names = [name for name in names if not self._is_here(name)]
+        for name in names:
+            self._check_size(name)
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             list(pool.map(fetch, names))
         launcher_file, alive = self.rundir.launcher_file, self.objects.get("launcher.json")
@@ -238,6 +259,18 @@ class StoredRun:
             launcher_file.unlink(missing_ok=True)
             self.synced.drop("launcher.json")
 
+    def read(self, name: str) -> bytes:
+        """Return a file whole; `StoreError` if it has too many bytes."""
+        self._check_size(name)
+        return self.store.read(name)
+
+    def _check_size(self, name: str) -> None:
+        """Raise `StoreError` for more bytes than are read of such a file."""
+        size = self.objects[name].bytes
+        if size > MOST_READ and not name.endswith(LONG):
+            problem = f"{self.store.address}/{name}: has {size >> 20} MiB"
+            raise StoreError(f"{problem}: expected at most {MOST_READ >> 20} MiB", "look at it")
+
     def _is_here(self, name: str) -> bool:
         is_current = self.synced.is_current(name, self.objects[name])
         return is_current and (self.rundir.path / name).is_file()
@@ -248,15 +281,26 @@ class StoredRun:
         here = file.stat().st_size if file.is_file() else 0
         if lines and entry is not None and here == entry.bytes and stored.bytes > here > 0:
             with self.rundir.append(file) as out:
-                out.write(self.store.read(name, start=here))
-        else:
-            content = self.store.read(name)
-            if not (lines and here and file.read_bytes().startswith(content)):
-                self.rundir.write(file, content)
+                out.writelines(self.store.parts(name, start=here, end=stored.bytes))
+        elif not name.endswith(LONG):
+            self.rundir.write(file, self.store.read(name))
+        elif not (lines and here and self._begins_as_stored(file, name)):
+            self.rundir.make_folder(file.parent)
+            with replacement_of(file, inside=self.rundir.path) as out:
+                out.writelines(self.store.parts(name, end=stored.bytes))
         if not lines or file.stat().st_size <= stored.bytes:
             if name != "summary.json":  # which is compared with times of this machine's clock
                 os.utime(file, (stored.modified_at, stored.modified_at))
             self.synced.set(name, stored, version_of(file))
+
+    def _begins_as_stored(self, file: Path, name: str) -> bool:
+        """Whether a file here has all lines of the one in the store, and may have later ones."""
+        size = self.objects[name].bytes
+        with os.fdopen(self.rundir.open(file, os.O_RDONLY), "rb") as own:
+            if os.fstat(own.fileno()).st_size < size:
+                return False
+            parts = self.store.parts(name, end=size)
+            return all(part == own.read(len(part)) for part in parts)
 
     def fetch_checkpoint(self, step: int | None = None) -> None:
         """Fetch the newest intact checkpoint, or that of `step`, unless this machine has it."""
@@ -284,7 +328,7 @@ class StoredRun:
         shutil.rmtree(folder.parent, ignore_errors=True)
         self.rundir.make_folder(folder)
         try:
-            sealed = self.store.read(f"{inside}/{MANIFEST}")
+            sealed = self.read(f"{inside}/{MANIFEST}")
             write_atomically(folder / MANIFEST, sealed)
             files = read_manifest(folder).files
             if any(Path(file).name != file for file in files):

@@ -152,7 +152,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     left = sending.close()
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, how_to_resume(plan, rundir))
-    report_unsent(left, plan, finished=exit_code == 0)
+    report_unsent(left, plan, rundir, finished=exit_code == 0)
     return document
 
 
@@ -279,7 +279,7 @@ def train(
         tell(how_to_resume(plan, rundir))
     if as_json:
         print_json(document)
-    report_unsent(sending.close(), plan, finished=exit_code == 0)
+    report_unsent(sending.close(), plan, rundir, finished=exit_code == 0)
     if exit_code == ColotrainError.exit_code and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:

@@ -11,13 +11,14 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from colotrain.config.stores import run_address
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.runs.local_files import LocalFiles
 
 T = TypeVar("T")
 ATTEMPTS = 5
@@ -31,7 +32,11 @@ FILES_AT_ONCE = 4
 MOST_PARTS = 9000
 """S3 takes 10,000 parts of a file."""
 FINAL = (FileNotFoundError, PermissionError)
-"""Errors that a further attempt does not mend; so is that of a read-only file system."""
+"""Errors that a further attempt does not mend."""
+STRANGE = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
+"""Errors of a local store in which a link, a FIFO or a device stands for a file or a folder."""
+FINAL_CODES = (errno.EROFS, errno.EFBIG, *STRANGE)
+"""Codes of errors of this machine that a further attempt does not mend."""
 FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
 GROWING = (".jsonl", ".log")
 """Endings of files that may grow while they are sent."""
@@ -64,14 +69,19 @@ class Stored:
 
 
 class Store:
-    """The objects under one address, such as `s3://bucket/path/NAME`; thread-safe."""
+    """The objects of a store of runs, such as `s3://bucket/path`, or of its run `name`.
 
-    def __init__(self, address: str, *, attempts: int = ATTEMPTS) -> None:
-        self.address, self._attempts = address, attempts
-        self._files, self._root = _open(address)
-        protocol = address.partition("://")[0]
-        self._is_local = protocol in ("file", "local")
-        self._is_s3, self._has_folders = protocol in EXTRAS, protocol in WITH_FOLDERS
+    Thread-safe. Of a store on this machine's disk, links below `runs_dir` are not followed.
+    """
+
+    def __init__(self, runs_dir: str, name: str = "", *, attempts: int = ATTEMPTS) -> None:
+        self.address = run_address(runs_dir, name) if name else runs_dir.rstrip("/")
+        self._attempts = attempts
+        self._files, root = _open(runs_dir)
+        self._root = f"{root}/{name}" if name else root
+        protocol = runs_dir.partition("://")[0]
+        self._is_s3 = protocol in EXTRAS
+        self._has_folders = protocol in WITH_FOLDERS or isinstance(self._files, LocalFiles)
 
     def objects(self, inside: str = "") -> dict[str, Stored]:
         """Return all objects (under `inside`) by name, relative to the address."""
@@ -123,25 +133,24 @@ class Store:
         self._retried(put, name)
         return self._check(name, len(content))
 
-    def read(self, name: str, *, start: int = 0) -> bytes:
-        """Return an object's content from byte `start` on."""
-        path = self._path(name)
-        return self._retried(lambda: bytes(self._files.cat_file(path, start=start or None)), name)
+    def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return an object's content from byte `start` to `end`, by default all."""
+        path, part = self._path(name), {"start": start or None, "end": end}
+        return self._retried(lambda: bytes(self._files.cat_file(path, **part)), name)
+
+    def parts(self, name: str, *, start: int = 0, end: int) -> Iterator[bytes]:
+        """Yield an object's content from byte `start` to `end` in parts that fit in memory."""
+        for first in range(start, end, PART_BYTES):
+            yield self.read(name, start=first, end=min(first + PART_BYTES, end))
 
     def fetch(self, name: str, file: Path) -> None:
         """Write an object to a local file."""
         self._retried(lambda: self._files.get_file(self._path(name), str(file)), name)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects in the order of `names`; missing ones are ignored.
-
-        Folders of this machine's disk that are empty then go, too, as they do in object stores.
-        """
+        """Delete objects in the order of `names`; missing ones are ignored."""
         for name in names:
             self._asked(self._files.rm_file, name, missing=None)
-            if self._is_local and "/" in name:
-                with suppress(OSError):  # it is not empty
-                    os.rmdir(self._path(name).rpartition("/")[0])
 
     def check_writable(self) -> None:
         """Raise `StoreError` if nothing can be written, `UsageError` if waiting would not help."""
@@ -187,7 +196,7 @@ class Store:
                 return action()
             except Exception as error:
                 final = isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES
-                final = final or getattr(error, "errno", None) == errno.EROFS
+                final = final or getattr(error, "errno", None) in FINAL_CODES
                 if final or attempt == self._attempts:
                     where = f"{self.address}/{name}" if name else self.address
                     problem = f"{where}: {_reason(error)}"
@@ -201,10 +210,14 @@ class Store:
 
 
 def _open(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system and the path in it; `UsageError` if its driver is missing."""
+    """Return fsspec's file system, or `LocalFiles`, and the path in it.
+
+    Raises `UsageError` if fsspec's driver is missing.
+    """
     protocol = address.partition("://")[0]
     try:
         from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
         options: dict[str, Any] = {"use_listings_cache": False}
         if protocol in EXTRAS:
@@ -218,6 +231,8 @@ def _open(address: str) -> tuple[Any, str]:
     except ValueError:
         fix = "write an address such as s3://bucket/path"
         raise UsageError(f"{address}: fsspec knows no {protocol}", fix) from None
+    if isinstance(files, LocalFileSystem):
+        return LocalFiles(Path(root)), str(root).rstrip("/")
     return files, str(root).rstrip("/")
 
 
@@ -239,8 +254,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _fix(error: BaseException, *, has_folders: bool) -> str:
-    is_refused = isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS
-    if has_folders and is_refused:
+    code = getattr(error, "errno", None)
+    if has_folders and code in STRANGE:
+        return "look at it: links, FIFOs and devices in a store are not followed"
+    if has_folders and (isinstance(error, PermissionError) or code == errno.EROFS):
         return "make the folder writable for you, or name another runs_dir"
     if isinstance(error, PermissionError) or type(error).__name__ in FINAL_NAMES:
         return "set the store's credentials in the environment, as in AWS_ACCESS_KEY_ID"

@@ -122,9 +122,13 @@ class SyncState:
     def is_own(self, name: str, stored: Stored | None) -> bool:
         """Whether the object is one that was sent from here, or is here as it is there."""
         entry = self.get(name)
-        if entry is None or stored is None or name not in self._own:
+        if entry is None or name not in self._own:
             return False
-        return entry.token in ("", stored.token)
+        return not entry.token or (stored is not None and entry.token == stored.token)
+
+    def begun(self) -> list[str]:
+        """Return the names whose writing has begun and did not end."""
+        return [name for name, entry in self._now.entries.items() if not entry.version]
 
     def _save(self) -> None:
         plain = to_plain(self._now)

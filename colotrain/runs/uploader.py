@@ -3,8 +3,8 @@
 It follows the run's folder, and sends finished checkpoints, the manifest last, and the small files
 that changed. It has a low priority (`nice`), ends with its launcher, and can be started again at
 any time: what is in the store already is not sent again. Started as
-`python -m colotrain.runs.uploader RUN_DIR ADDRESS KEEP LAUNCHER_PID`; the end of its standard input
-asks it to send what is left and end.
+`python -m colotrain.runs.uploader RUN_DIR RUNS_DIR KEEP LAUNCHER_PID`; the end of its standard
+input asks it to send what is left and end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NICE = 10
 
 
 class Replaced(ColotrainError):
-    """A launcher elsewhere has the run; nothing more may be sent."""
+    """Another launcher, or another run, has the place in the store; nothing more may be sent."""
 
 
 @dataclass(slots=True)
@@ -81,6 +81,8 @@ class Uploader:
     """Name of the checkpoint that is being sent, and since when."""
     pruned: bool = False
     """Whether checkpoints that the run has set aside were deleted from the store."""
+    plan_checked: bool = False
+    """Whether the plan in the store was seen to be that of this run."""
     told_at: dict[str, float] = field(default_factory=dict)
     due_at: dict[str, float] = field(default_factory=dict)
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
@@ -91,6 +93,7 @@ class Uploader:
 
     def send_checkpoints(self) -> None:
         """Send the newest checkpoint, and the best, that the store lacks; delete older ones."""
+        self.check_plan()
         if not self.pruned:
             self._prune_at_start()
         while (folder := next_checkpoint(self.rundir, self.synced, self.damaged)) is not None:
@@ -182,8 +185,9 @@ class Uploader:
         if latest and latest[0] in known:  # `newest` may be the best one, sent after the newest
             newest = latest[0]
         kept = names_to_keep(known, keep=self.keep, newest=newest, best=best)
-        gone = [name for name in stored if name.split("/")[1] not in kept]
-        gone = [name for name in gone if self.synced.is_own(name, stored[name])]
+        names = {*stored, *self.synced.begun()}  # a torn upload may have left no object
+        gone = [name for name in names if name.split("/")[1] not in kept]
+        gone = [name for name in gone if self.synced.is_own(name, stored.get(name))]
         gone.sort(key=lambda name: not name.endswith(f"/{MANIFEST}"))
         self.store.delete(gone)
         self.synced.drop(*gone)
@@ -194,6 +198,7 @@ class Uploader:
             self._send_small(all_now=all_now)
 
     def _send_small(self, *, all_now: bool) -> None:
+        self.check_plan()
         now = time.monotonic()
         names = list(small_files(self.rundir))
         names = [name for name in names if all_now or now >= self.due_at.get(name, 0.0)]
@@ -224,15 +229,32 @@ class Uploader:
         """Open a file of the run for reading, without following links."""
         return os.fdopen(self.rundir.open(file, os.O_RDONLY), "rb")
 
+    def check_plan(self) -> None:
+        """Raise `Replaced`, before anything is sent, if the store has another run's plan."""
+        if self.plan_checked:
+            return
+        stored = self.store.about("plan.json")
+        is_known = stored is None or self.synced.is_current("plan.json", stored)
+        if not (is_known or self._is_as_here("plan.json", stored)):
+            problem = f"{self.store.address}/plan.json: was neither sent nor fetched from here"
+            raise Replaced(f"{problem}; nothing is sent to it")
+        self.plan_checked = True
+
     def check_owner(self) -> None:
         """Raise `Replaced` if another launcher has written to the store since this one did."""
         entry, stored = self.synced.get("launcher.json"), self.store.about("launcher.json")
         if entry is None or stored is None or stored.token == entry.token:
             return
-        own = self.rundir.launcher_file
-        is_own = own.is_file() and own.read_bytes() == self.store.read("launcher.json")
-        if not is_own:  # it is where this one was written and the answer was lost
+        if not self._is_as_here("launcher.json", stored):  # unless only the answer was lost
             raise Replaced(f"another launcher has {self.store.address}; nothing more is sent to it")
+
+    def _is_as_here(self, name: str, stored: Stored | None) -> bool:
+        """Whether an object has the content of the run's file of that name."""
+        with suppress(FileNotFoundError), self._open(self.rundir.path / name) as own:
+            size = os.fstat(own.fileno()).st_size
+            is_same_size = stored is not None and stored.bytes == size
+            return is_same_size and own.read() == self.store.read(name)
+        return False
 
     def tell(self, text: str, *, kind: str) -> None:
         """Record a warning, of one kind not more often than every `TELL_S`."""
@@ -315,7 +337,7 @@ def next_checkpoint(rundir: RunDir, synced: SyncState, damaged: set[str]) -> Pat
     return None
 
 
-def main(path: str, address: str, keep: int, launcher: int) -> None:
+def main(path: str, runs_dir: str, keep: int, launcher: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are the launcher's to handle
     die_with(launcher)
@@ -323,7 +345,7 @@ def main(path: str, address: str, keep: int, launcher: int) -> None:
     rundir = RunDir(path)
     with rundir.append(rundir.store_lock) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # an older one may still be sending
-        uploader = Uploader(rundir, Store(address), keep=keep)
+        uploader = Uploader(rundir, Store(runs_dir, rundir.name), keep=keep)
 
         def wait_for_end() -> None:
             sys.stdin.read()

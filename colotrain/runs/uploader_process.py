@@ -39,7 +39,7 @@ class UploaderProcess:
     """
 
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
-        self._plan, self._rundir, self._address = plan, rundir, address_of(plan)
+        self._plan, self._rundir, self._address = plan, rundir, address_of(plan, rundir)
         self._process: subprocess.Popen[bytes] | None = None
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._keep_running, name="uploads", daemon=True)
@@ -139,7 +139,7 @@ class UploaderProcess:
 
     def _start_process(self) -> None:
         keep = str(self._plan.checkpoint.keep)
-        where = [str(self._rundir.path), str(self._address), keep]
+        where = [str(self._rundir.path), str(self._plan.runs_dir), keep]
         self._process = subprocess.Popen(
             [*new_python(), "-m", MODULE, *where, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -158,19 +158,23 @@ def _how_it_ended(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-def address_of(plan: RunPlan) -> str | None:
-    """Return the address of a run in its store; None if it has none."""
-    return None if plan.runs_dir is None else run_address(plan.runs_dir, plan.name)
+def address_of(plan: RunPlan, rundir: RunDir) -> str | None:
+    """Return the address of a run in its store; None if it has none.
+
+    The run's name there is that of its folder, whatever name a foreign plan has.
+    """
+    return None if plan.runs_dir is None else run_address(plan.runs_dir, rundir.name)
 
 
-def report_unsent(left: str, plan: RunPlan, *, finished: bool) -> None:
+def report_unsent(left: str, plan: RunPlan, rundir: RunDir, *, finished: bool) -> None:
     """Warn of what is not in the store; raise `ColotrainError` instead if the run has finished."""
     if not left:
         return
-    address = address_of(plan)
-    fix = f"it is here; `colotrain resume {plan.name}` sends the rest"
+    address = address_of(plan, rundir)
+    fix = f"it is here; `colotrain resume {rundir.argument}` sends the rest"
     if finished:
-        raise ColotrainError(f"{plan.name} has finished, but is not all in {address}: {left}", fix)
+        problem = f"{rundir.name} has finished, but is not all in {address}: {left}"
+        raise ColotrainError(problem, fix)
     tell(f"warning: not in {address}: {left}; {fix}")
 
 

@@ -184,6 +184,7 @@ ELSEWHERE = {
     "events.heartbeats": "without a run's folder",
     "launch.server.forkserver name_process": "/proc",
     "runs.fetching": "temporary folders",
+    "runs.local_files LocalFiles": "a store's folder, and what is fetched into temporary folders",
     "runs.submit copy_tracked_files": "a copy of the working tree, which git writes",
     "runs.trust": "files that were there before, under their names",
 }

@@ -447,8 +447,8 @@ def test_the_end_of_a_run_waits_for_the_store_only_so_long(
     assert "step-00000004" in left
     assert "plan.json" in left
     with pytest.raises(ColotrainError, match="one has finished, but is not all in file://"):
-        uploader_process.report_unsent(left, plan, finished=True)
-    uploader_process.report_unsent(left, plan, finished=False)
+        uploader_process.report_unsent(left, plan, rundir, finished=True)
+    uploader_process.report_unsent(left, plan, rundir, finished=False)
     assert "`colotrain resume one` sends the rest" in capsys.readouterr().err
 
 
