@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,16 @@ from colotrain.engine.state.manifest import (
     write_manifest,
 )
 from colotrain.rundir import RunDir
-from colotrain.runs.store import Store
+from colotrain.runs.fetching import (
+    fetch_if_address,
+    fetch_to_resume,
+    is_sent_from_here,
+    outlines,
+)
+from colotrain.runs.store import Store, StoreError
 from colotrain.runs.sync_state import SyncState, small_files
+from colotrain.runs.uploader import Uploader
+from colotrain.runs.uploader_process import address_of
 
 SECRET = "the user's own secret\n"
 
@@ -151,3 +160,202 @@ def test_a_file_is_sent_as_it_was_opened(runs_dir: str, secret: Path) -> None:  
         log.symlink_to(secret)
         store.send(source, "logs/long.log")
     assert store.read("logs/long.log")[:8] == b"own own "
+
+
+@pytest.mark.parametrize("place", ["summary.json", "events/launcher.jsonl", "plan.json"])
+def test_a_link_in_a_local_store_is_replaced_and_not_written_through(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    secret: Path,
+    place: str,
+) -> None:
+    rundir = made("runs", runs_dir)
+    rundir.summary_file.write_text("{}")
+    there = tmp_path / "store/one" / place
+    there.parent.mkdir(parents=True)
+    there.symlink_to(secret)
+    send(rundir, runs_dir)
+    assert secret.read_text() == SECRET
+    assert not there.is_symlink()
+    assert there.read_bytes() == (rundir.path / place).read_bytes()
+
+
+@pytest.mark.parametrize("place", ["store/one", "store/one/events", "store/one/checkpoints"])
+def test_a_linked_folder_in_a_local_store_is_not_written_into(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    secret: Path,
+    place: str,
+) -> None:
+    rundir = made("runs", runs_dir)
+    save(rundir, 4)
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).symlink_to(secret.parent)
+    upload = Uploader(rundir, Store(runs_dir, "one", attempts=1))
+    with pytest.raises(StoreError, match="links, FIFOs and devices in a store"):
+        upload.send_checkpoints()
+    assert [path.name for path in secret.parent.iterdir()] == [secret.name]
+
+
+@pytest.mark.parametrize("trap", ["link", "link to a device", "FIFO", "linked folder"])
+def test_what_is_no_file_of_a_local_store_is_not_fetched(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    secret: Path,
+    trap: str,
+) -> None:
+    send(made("here", runs_dir), runs_dir)
+    there = tmp_path / "store/one/events/rank00000-attempt0000.jsonl"
+    there.unlink()
+    if trap == "linked folder":
+        (secret.parent / "launcher.jsonl").write_text(SECRET)
+        (there.parent / "launcher.jsonl").unlink()
+        there.parent.rmdir()
+        there.parent.symlink_to(secret.parent)
+    elif trap == "FIFO":
+        os.mkfifo(there)
+    else:
+        there.symlink_to(secret if trap == "link" else "/dev/zero")
+    fetch_to_resume(rundir := RunDir("runs/one"), runs_dir)
+    assert not rundir.event_file(rank=0, attempt=0).exists()
+    assert not any(SECRET in path.read_text() for path in rundir.events.iterdir())
+    with outlines(runs_dir) as folder:
+        assert (folder / "one/plan.json").is_file()
+
+
+def test_a_file_that_becomes_a_link_after_it_was_listed_is_not_read(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    secret: Path,
+) -> None:
+    send(made("here", runs_dir), runs_dir)
+    store = Store(runs_dir, "one", attempts=1)
+    there = tmp_path / "store/one/plan.json"
+    there.unlink()
+    there.symlink_to(secret)
+    for act in (
+        lambda: store.read("plan.json"),
+        lambda: store.fetch("plan.json", tmp_path / "fetched"),
+    ):
+        with pytest.raises(StoreError, match="links, FIFOs and devices in a store"):
+            act()
+    assert store.about("plan.json") is None
+
+
+def test_the_folder_of_a_local_store_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to("disk")
+    send(made("here", f"file://{tmp_path}/store"), f"file://{tmp_path}/store")
+    assert (tmp_path / "disk/one/plan.json").is_file()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_others_may_read_a_local_store_as_the_umask_permits(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        Store(f"file://{tmp_path}/store", "one").write("events/launcher.jsonl", b"")
+    finally:
+        os.umask(before)
+    file = tmp_path / "store/one/events/launcher.jsonl"
+    assert file.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert file.parent.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_a_torn_upload_is_deleted_with_its_checkpoint(runs_dir: str, tmp_path: Path) -> None:  # noqa: F811
+    rundir = made("runs", runs_dir)
+    save(rundir, 4)
+    upload = sender(rundir, runs_dir)
+    upload.synced.begin(["checkpoints/step-00000004/a.distcp"])
+    torn = tmp_path / "store/one/checkpoints/step-00000004" / f".a.distcp-{'0' * 16}"
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b"a half")
+    assert upload.store.objects() == {}
+    for step in (6, 8):
+        save(rundir, step)
+        send(rundir, runs_dir)
+    assert steps(runs_dir) == [8, 6]
+    assert not torn.parent.exists()
+
+
+def test_a_foreign_plan_does_not_name_the_run_that_is_written_over(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    send(made("own", runs_dir, "prod"), runs_dir)
+    send(made("theirs", runs_dir, "ev"), runs_dir)
+    plan = tmp_path / "store/ev/plan.json"
+    plan.write_text(plan.read_text().replace('"name": "ev"', '"name": "prod"'))
+    before = (tmp_path / "store/prod/plan.json").read_bytes()
+    assert guarded(["resume", f"{runs_dir}/ev", "--trust-code"]) == 2
+    assert "plan.json: name=prod: expected ev; a run with a store has" in capsys.readouterr().err
+    assert (tmp_path / "store/prod/plan.json").read_bytes() == before
+    assert address_of(RunDir("runs/ev").plan(), RunDir("runs/ev")) == f"{runs_dir}/ev"
+
+
+def test_nothing_is_sent_over_a_plan_that_was_neither_sent_nor_fetched(runs_dir: str) -> None:  # noqa: F811
+    send(made("first", runs_dir), runs_dir)
+    other = made("second", runs_dir)
+    other.write_plan(dataclasses.replace(other.plan(), recipe="another"))
+    save(other, 4)
+    before = sent(runs_dir)
+    send(other, runs_dir)
+    assert sent(runs_dir) == before
+    (told,) = warnings(other)
+    assert told.endswith(
+        "one/plan.json: was neither sent nor fetched from here; nothing is sent to it"
+    )
+
+
+def test_a_file_that_is_read_whole_has_a_bound_and_other_runs_are_listed(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("one", "two"):
+        send(made("here", runs_dir, name), runs_dir)
+    os.truncate(tmp_path / "store/two/plan.json", 1 << 31)
+    with outlines(runs_dir) as folder:
+        assert (folder / "one/plan.json").is_file()
+        assert not (folder / "two/plan.json").exists()
+    assert "two/plan.json: has 2048 MiB: expected at most 64 MiB" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="has 2048 MiB"):
+        fetch_if_address(f"{runs_dir}/two")
+    with pytest.raises(StoreError, match="File too large"):
+        Store(runs_dir, "two").read("plan.json")
+
+
+def test_events_are_fetched_in_parts(runs_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    rundir = made("here", runs_dir)
+    events = rundir.event_file(rank=0, attempt=0)
+    events.write_text('{"t":2.0,"kind":"step","step":1}\n' * 100)
+    send(rundir, runs_dir)
+    lengths, read = list[int](), Store.read
+
+    def noted(self: Store, name: str, **part: int) -> bytes:
+        content = read(self, name, **part)
+        lengths.extend([len(content)] * name.endswith(".jsonl"))
+        return content
+
+    monkeypatch.setattr(Store, "read", noted)
+    monkeypatch.setattr("colotrain.runs.store.PART_BYTES", 1000)
+    fetch_to_resume(here := RunDir("runs/one"), runs_dir)
+    copy = here.event_file(rank=0, attempt=0)
+    assert copy.read_bytes() == events.read_bytes()
+    with events.open("a") as file:
+        file.write('{"t":3.0,"kind":"step","step":2}\n' * 100)
+    send(rundir, runs_dir)
+    fetch_to_resume(here, runs_dir)
+    assert copy.read_bytes() == events.read_bytes()
+    assert max(lengths) == 1000
+    assert sum(lengths) < 1.5 * events.stat().st_size  # only what is new was fetched again
+
+
+def test_a_fifo_for_the_lock_of_a_run_does_not_block(runs_dir: str) -> None:  # noqa: F811
+    rundir = made("runs", runs_dir)
+    os.mkfifo(rundir.store_lock)
+    answers = list[bool]()
+    thread = threading.Thread(target=lambda: answers.append(is_sent_from_here(rundir)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert answers == [False]
