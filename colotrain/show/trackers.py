@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from colotrain.events.event import Event
@@ -165,6 +166,22 @@ def _gradients(gradients: Gradients, names: Parameters) -> dict[str, float]:
     return values
 
 
+def made_folder(rundir: RunDir, name: str) -> Path:
+    """Make the folder of a tracker and return it; `OSError` if a tracker might write elsewhere.
+
+    W&B makes links in its folder, to others in it.
+    """
+    folder, run = rundir.tracker(name), rundir.path.resolve()
+    rundir.make_folder(folder)
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place) / inner for inner in (*folders, *files)):
+            end = path.resolve()
+            is_lost = path.is_symlink() and not end.is_relative_to(run)
+            if is_lost or (end.exists() and not (end.is_file() or end.is_dir())):
+                raise OSError(f"{path}: is a link to a place outside the run, a FIFO or a device")
+    return folder
+
+
 class TensorBoard:
     """Writes event files to the run's `trackers/tensorboard` with tensorboard's own writer."""
 
@@ -173,7 +190,7 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(rundir.tracker("tensorboard")))
+        self._writer = EventFileWriter(str(made_folder(rundir, "tensorboard")))
 
     def log(self, step: int, t: float, values: dict[str, float]) -> None:
         summary = self._summaries.Summary()
@@ -200,13 +217,11 @@ class WeightsAndBiases:
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         import wandb
 
-        folder = rundir.tracker("wandb")
-        rundir.make_folder(folder)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "colotrain"),
             name=plan.name,
             mode=os.environ.get("WANDB_MODE", "offline"),
-            dir=str(folder),
+            dir=str(made_folder(rundir, "wandb")),
             config=to_plain(plan),
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -235,8 +250,7 @@ class MLflow:
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         import mlflow
 
-        self._mlflow, folder = mlflow, rundir.tracker("mlflow")
-        rundir.make_folder(folder)
+        self._mlflow, folder = mlflow, made_folder(rundir, "mlflow")
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute()}/mlflow.db"
         self._client = mlflow.MlflowClient(tracking_uri=place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "colotrain")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -236,6 +237,41 @@ def test_mlflow_gets_settings_and_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     track(RunDir(tmp_path), EVENTS, "mlflow")
     assert FakeClient.made[-1].uri == "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("place", ["", "wandb", "mlflow.db"])
+def test_nothing_is_written_through_a_link_of_somebody_elses_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+) -> None:
+    places = list[str]()
+    fakes = {name: SimpleNamespace() for name in ("tensorboard", "tensorboard.compat")}
+    fakes |= {"wandb": SimpleNamespace(init=lambda dir, **_: places.append(dir), Settings=dict)}
+    fakes |= {"mlflow": SimpleNamespace(MlflowClient=lambda tracking_uri: places.append(""))}
+    fakes["tensorboard.compat.proto"] = SimpleNamespace(event_pb2=None, summary_pb2=None)
+    fakes["tensorboard.summary.writer.event_file_writer"] = SimpleNamespace(
+        EventFileWriter=places.append
+    )
+    for module_name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, module_name, fake)
+    rundir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = rundir.tracker(name) / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    (warning,) = track(rundir, EVENTS, name)
+    assert f"observe.trackers: {name} failed and is left out from here on" in warning
+    assert places == []
+
+
+def test_links_that_wandb_makes_in_its_folder_stay(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path).tracker("wandb") / "wandb"
+    (folder / "run-1").mkdir(parents=True)
+    (folder / "latest-run").symlink_to("run-1")
+    assert module.made_folder(RunDir(tmp_path), "wandb") == folder.parent
+    os.mkfifo(folder / "run-1" / "log")
+    with pytest.raises(OSError, match="run-1/log: is a link to a place outside the run, a FIFO"):
+        module.made_folder(RunDir(tmp_path), "wandb")
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
