@@ -42,8 +42,8 @@ PLANS = ("plan.json", "config.yaml", "signature.json")
 OUTLINE = (*PLANS[:2], "summary.json", "launcher.json", "events/launcher.jsonl", "events/node*")
 GRADIENTS = (*OUTLINE, "events/rank00000-*.jsonl")
 ALL = tuple(glob for glob in SMALL if not glob.startswith("logs"))
-LONG = (".jsonl", ".safetensors")
-"""Endings of files of any size, which are fetched in parts; others have at most `MOST_READ`."""
+LONG = {".jsonl": 4 << 30, ".safetensors": 1 << 40}
+"""Maximum bytes of files that are fetched in parts, by ending; others have at most `MOST_READ`."""
 
 
 def fetch_to_resume(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> None:
@@ -266,10 +266,10 @@ class StoredRun:
 
     def _check_size(self, name: str) -> None:
         """Raise `StoreError` for more bytes than are read of such a file."""
-        size = self.objects[name].bytes
-        if size > MOST_READ and not name.endswith(LONG):
+        size, most = self.objects[name].bytes, LONG.get(Path(name).suffix, MOST_READ)
+        if size > most:
             problem = f"{self.store.address}/{name}: has {size >> 20} MiB"
-            raise StoreError(f"{problem}: expected at most {MOST_READ >> 20} MiB", "look at it")
+            raise StoreError(f"{problem}: expected at most {most >> 20} MiB", "look at it")
 
     def _is_here(self, name: str) -> bool:
         is_current = self.synced.is_current(name, self.objects[name])
@@ -282,7 +282,7 @@ class StoredRun:
         if lines and entry is not None and here == entry.bytes and stored.bytes > here > 0:
             with self.rundir.append(file) as out:
                 out.writelines(self.store.parts(name, start=here, end=stored.bytes))
-        elif not name.endswith(LONG):
+        elif file.suffix not in LONG:
             self.rundir.write(file, self.store.read(name))
         elif not (lines and here and self._begins_as_stored(file, name)):
             self.rundir.make_folder(file.parent)

@@ -323,6 +323,9 @@ def test_a_file_that_is_read_whole_has_a_bound_and_other_runs_are_listed(
         fetch_if_address(f"{runs_dir}/two")
     with pytest.raises(StoreError, match="File too large"):
         Store(runs_dir, "two").read("plan.json")
+    os.truncate(tmp_path / "store/one/events/launcher.jsonl", 30 << 30)
+    with pytest.raises(StoreError, match="has 30720 MiB: expected at most 4096 MiB"):
+        fetch_if_address(f"{runs_dir}/one")
 
 
 def test_events_are_fetched_in_parts(runs_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
