@@ -76,6 +76,7 @@ class LocalFiles:
         """Replace a file atomically."""
         with replacement_of(Path(path), inside=self._folder, private=False) as out:
             out.write(content)
+        self._delete_unfinished(Path(path))
 
     def put_file(self, source: str, path: str) -> None:
         """Replace a file atomically by a copy of `source`, which is not of the store."""
@@ -84,6 +85,7 @@ class LocalFiles:
             replacement_of(Path(path), inside=self._folder, private=False) as out,
         ):
             shutil.copyfileobj(content, out, COPY_BYTES)
+        self._delete_unfinished(Path(path))
 
     def cat_file(self, path: str, *, start: int | None = None, end: int | None = None) -> bytes:
         """Return the bytes of a file from `start` to `end`; `OSError` if it has too many."""
@@ -105,11 +107,18 @@ class LocalFiles:
 
     def rm_file(self, path: str) -> None:
         """Delete a file, unfinished ones that were to take its place, and a folder left empty."""
-        with folder_of(self._folder, Path(path)) as (at, name):
-            for other in os.listdir(at):
-                if other == name or is_unfinished(other, of=name):
-                    os.unlink(other, dir_fd=at)
+        with folder_of(self._folder, Path(path)) as (at, name), suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=at)
+        self._delete_unfinished(Path(path))
         self._remove_folder(Path(path).parent)
+
+    def _delete_unfinished(self, path: Path) -> None:
+        """Delete what a sender that was killed has left of a file: a run has one at a time."""
+        with folder_of(self._folder, path) as (at, name):
+            for other in os.listdir(at):
+                if is_unfinished(other, of=name):
+                    with suppress(FileNotFoundError):
+                        os.unlink(other, dir_fd=at)
 
     def _remove_folder(self, path: Path) -> None:
         """Delete an empty folder in that of a run: object stores have none either."""

@@ -277,6 +277,23 @@ def test_a_torn_upload_is_deleted_with_its_checkpoint(runs_dir: str, tmp_path: P
     assert not torn.parent.exists()
 
 
+@pytest.mark.parametrize("num_bytes", [10, 20 << 20])
+def test_what_a_killed_sender_left_goes_once_the_file_is_sent(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    num_bytes: int,
+) -> None:
+    store, folder = Store(runs_dir, "one"), tmp_path / "store/one/logs"
+    folder.mkdir(parents=True)
+    (folder / f".a.log-{'0' * 16}").write_bytes(b"a half")
+    (folder / f".b.log-{'0' * 16}").write_bytes(b"another file's")
+    source = tmp_path / "a.log"
+    source.write_bytes(b"x" * num_bytes)
+    with source.open("rb") as content:
+        store.send(content, "logs/a.log")
+    assert {path.name for path in folder.iterdir()} == {"a.log", f".b.log-{'0' * 16}"}
+
+
 def test_a_foreign_plan_does_not_name_the_run_that_is_written_over(
     runs_dir: str,  # noqa: F811
     tmp_path: Path,
