@@ -26,7 +26,8 @@ BASE = (
     "certificates cache_folder current_folder user_modules"
 )
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
-EXTRAS = "transformers huggingface_hub peft datasets tensorboard wandb mlflow pynvml matplotlib pyarrow jinja2 yaml"
+EXTRAS = "transformers huggingface_hub peft datasets tensorboard wandb mlflow pynvml matplotlib"
+EXTRAS += " pyarrow jinja2 yaml"
 
 
 @dataclass(frozen=True)
