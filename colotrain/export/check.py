@@ -193,8 +193,10 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
         evaluated = None
     rows = first_rows(plan, loader, NUM_SAMPLES)
     is_causal = _is_causal(plan, kind)
-    request["outputs"] = "causal" if is_causal else "loss" if kind == "own" else "logits"
-    samples = [_inputs(row, is_causal=is_causal) for row in rows]
+    has_loss = request["loss"]["kind"] != "none"
+    own = "loss" if kind == "own" and has_loss else "logits"
+    request["outputs"] = "causal" if is_causal else own
+    samples = [_inputs(row, labels=has_loss and not is_causal) for row in rows]
     tensors = {f"sample/{i}/{n}": t for i, s in enumerate(samples) for n, t in s.items()}
     if evaluated is not None and loader is not None:
         for index, batch in enumerate(evaluation_batches(loader)):
@@ -202,7 +204,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     stored = CheckpointTensors(checkpoint)
     trained = {e.dtype for e in stored.entries.values() if e.dtype.is_floating_point}
     model = own_model(plan, stored, written=None if trained == {dtype} else dtype)
-    outputs = [outputs_of(model, sample, request["outputs"]) for sample in samples]
+    outputs = [outputs_of(model, sample, request) for sample in samples]
     if is_causal:
         vocab = outputs[0].numel() // samples[0]["input_ids"].numel()
         draws = torch.Generator().manual_seed(plan.train.seed)
@@ -251,9 +253,13 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
             "reference": model.hf,
             "reference_adapter": path,
         }
+    if model.loss is not None and model.target == llama.TARGET and kind == "hf":
+        notes.append("train.loss takes the outputs of model.target: only outputs are compared")
+        return {"kind": "none"}
+    about = {"ignored": plan.train.ignore_index, "is_hf": model.hf is not None}
     if model.loss is not None:
-        return {"kind": "function", "function": model.loss}
-    return {"kind": "causal" if _is_causal(plan, kind) else "own"}
+        return {"kind": "function", "function": model.loss, **about}
+    return {"kind": "causal" if _is_causal(plan, kind) else "own", **about}
 
 
 def _is_causal(plan: RunPlan, kind: str) -> bool:
@@ -266,9 +272,9 @@ def _is_causal(plan: RunPlan, kind: str) -> bool:
     return task_in(build(plan.model)) is CAUSAL
 
 
-def _inputs(row: dict[str, Tensor], *, is_causal: bool) -> dict[str, Tensor]:
-    """What a model gets for logits: pairs as two samples; a causal one no labels."""
-    if not is_causal:
+def _inputs(row: dict[str, Tensor], *, labels: bool) -> dict[str, Tensor]:
+    """What a model gets of a sample: all, or without `labels`, and pairs as two samples."""
+    if labels:
         return row
     flat = {n: t.flatten(0, 1) if n == "input_ids" and t.ndim > 2 else t for n, t in row.items()}
     return {n: t for n, t in flat.items() if n in ("input_ids", "attention_mask", "document_ids")}
@@ -341,7 +347,8 @@ def read_apart(
             last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise ColotrainError(f"--check: the process that reads the export failed: {last}")
         answer: dict[str, Any] = json.loads((work / "answer.json").read_text("utf-8"))
-        if answer["foreign"] and request["kind"] != "own":
+        has_own_code = request["kind"] == "own" or request["loss"]["kind"] == "function"
+        if answer["foreign"] and not has_own_code:
             raise ColotrainError(f"--check: the reader has loaded {', '.join(answer['foreign'])}")
         path = work / "outputs.safetensors"
         outputs = load_file(path) if path.is_file() else {}
@@ -380,14 +387,20 @@ def _compare_outputs(question: _Question, outputs: list[Tensor]) -> dict[str, An
         if wanted.shape != found.shape:
             sizes = f"{found.numel()} {kind} of a sample, not {wanted.numel()}"
             return {**told, "largest_difference": None, "problem": sizes}
-        difference = (wanted.double() - found.double()).abs().max().item()
-        size = max(1.0, wanted.abs().max().item())
-        largest = max(largest, difference)
-        worst = max(worst, difference / size) if difference == difference else math.inf
-    told["largest_difference"] = largest
+        difference = _largest_difference(wanted, found)
+        size = max(1.0, wanted.abs().nan_to_num().max().item())
+        largest, worst = max(largest, difference), max(worst, difference / size)
+    told["largest_difference"] = largest if math.isfinite(largest) else None
     if not worst <= EXACT:
         told["problem"] = f"{kind} differ from the run's by up to {largest:.3g}"
     return told
+
+
+def _largest_difference(wanted: Tensor, found: Tensor) -> float:
+    """Largest distance of two values; infinite where one alone of them is no number."""
+    is_same = wanted.eq(found) | (wanted.isnan() & found.isnan())
+    distances = (wanted.double() - found.double()).abs().nan_to_num(nan=math.inf)
+    return distances.masked_fill(is_same, 0.0).max().item()
 
 
 def _compare_tokenizer(question: _Question, told: dict[str, Any]) -> list[str]:

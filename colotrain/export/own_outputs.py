@@ -21,12 +21,11 @@ from colotrain.data.read.loader import (
 )
 from colotrain.data.read.samples import rest_of
 from colotrain.engine.model.freezing import names_of
-from colotrain.export.reader import is_logits, weighted
+from colotrain.export.reader import flat_logits, weighted
 from colotrain.export.source import CheckpointTensors
 from colotrain.models import adapters
 from colotrain.models.loading import build_whole
-from colotrain.models.objective import attach_, output_of
-from colotrain.models.outputs import loss_in, pair_in
+from colotrain.models.objective import attach_, inputs_of, output_of
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import BatchPlan, RunPlan
 
@@ -67,24 +66,13 @@ def _merge_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def outputs_of(model: nn.Module, sample: Batch, kind: str) -> Tensor:
+def outputs_of(model: nn.Module, sample: Batch, request: dict[str, Any]) -> Tensor:
     """Logits of a sample, flat; of a model of the user's own, its loss."""
-    if kind == "loss":
-        output = output_of(model, sample)
-        pair = pair_in(output)
-        loss: Any = loss_in(output) if pair is None else pair[0]
-        return _summed(loss, output, sample).double().reshape(1)
-    found = model(**sample)
-    if isinstance(found, Tensor):
-        return found.float().flatten()
-    return torch.cat([t.float().flatten() for n, t in found.items() if is_logits(n, t)])
-
-
-def _summed(loss: Tensor, output: Any, sample: Batch) -> Tensor:
-    """A mean loss times its targets, as the reader sums it."""
-    if pair_in(output) is not None:
-        return loss
-    return weighted(output, sample)[0][0]
+    if request["outputs"] == "loss":
+        ways = weighted(output_of(model, sample), sample, request["loss"]["ignored"])
+        return ways[0][0].double().reshape(1)
+    has_function = request["loss"]["kind"] == "function"
+    return flat_logits(model(**inputs_of(model, sample) if has_function else sample))
 
 
 def evaluation_loader(plan: RunPlan) -> BatchLoader | None:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import operator
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -148,8 +149,8 @@ def within(module: Any) -> Any:
 
 
 def imported(dotted: str) -> Any:
-    module, _, name = dotted.partition(":")
-    return getattr(importlib.import_module(module), name)
+    module, _, names = dotted.partition(":")
+    return operator.attrgetter(names)(importlib.import_module(module))
 
 
 def read_tokenizer(folder: Path, request: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -203,13 +204,18 @@ def output_of(model: Any, sample: Batch, request: dict[str, Any]) -> Tensor:
     if request["outputs"] == "loss":
         ways = WAYS[request["loss"]["kind"]](model, sample, request["loss"])
         return ways[0][0].double().reshape(1)
-    output = model(**sample)
-    return torch.cat([t.float().flatten() for n, t in output.items() if is_logits(n, t)])
+    has_function = request["loss"]["kind"] == "function"
+    inputs = taken_from(sample, model, is_hf=request["loss"]["is_hf"]) if has_function else sample
+    return flat_logits(model(**inputs))
 
 
-def is_logits(name: str, value: Any) -> bool:
-    """Whether an output is the model's logits; routers have a tuple of their own."""
-    return name.endswith("logits") and isinstance(value, Tensor)
+def flat_logits(output: Any) -> Tensor:
+    """Logits in a model's output, flat, or all its tensors of floats where it has no logits."""
+    if isinstance(output, Tensor):
+        return output.float().flatten()
+    named = {n: t for n, t in output.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    logits = [tensor for name, tensor in named.items() if name.endswith("logits")]
+    return torch.cat([tensor.float().flatten() for tensor in logits or named.values()])
 
 
 def probe(model: Any, ids: list[int]) -> list[float]:
@@ -256,37 +262,59 @@ def routers_loss(model: Any, batch: Batch, row: int) -> Tensor:
 
 
 def own_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
-    return weighted(model(**batch), batch)
+    return weighted(model(**batch), batch, loss["ignored"])
 
 
 def function_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
     """The loss of the user's function of a batch and the model's outputs."""
-    taken = inspect.signature(type(model).forward).parameters
-    inputs: dict[str, Any] = {n: t for n, t in batch.items() if n in taken and n != "labels"}
-    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
-        shifted = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        inputs["decoder_input_ids"] = shifted
-    return weighted(imported(loss["function"])(batch, model(**inputs)), batch)
+    output = model(**taken_from(batch, model, is_hf=loss["is_hf"]))
+    if loss["is_hf"] and "document_ids" in batch:
+        output.logits = causal_logits(model, batch)
+    return weighted(imported(loss["function"])(batch, output), batch, loss["ignored"])
 
 
-def weighted(output: Any, batch: Batch) -> Sums:
-    """Summed loss and count, with all labels as targets, and without each row's first."""
-    found: Any = output
+def taken_from(batch: Batch, model: Any, *, is_hf: bool) -> dict[str, Any]:
+    """The entries of a batch that forward takes by name; of `model.hf` without the labels."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    taken = inspect.signature(type(bare).forward if is_hf else bare.forward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()) and not is_hf
+    inputs: dict[str, Any] = {n: t for n, t in batch.items() if n in taken or takes_all}
+    if is_hf:
+        inputs.pop("labels", None)
+    config = getattr(bare, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and "labels" not in inputs:
+        if "labels" in batch and "decoder_input_ids" not in inputs:
+            shifted = bare.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+            inputs["decoder_input_ids"] = shifted
+        inputs["use_cache"] = False
+    return inputs
+
+
+def weighted(output: Any, batch: Batch, ignored: int | None) -> Sums:
+    """Summed loss and count, for each way to count the targets of a mean.
+
+    `ignored` is the label that is no target; None where all labels count.
+    """
+    found, own = output, None
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        found, own = output.get("loss"), output.get("num_targets")
     elif not isinstance(output, tuple):
-        found = getattr(output, "loss", output)
+        found, own = getattr(output, "loss", output), getattr(output, "num_targets", None)
     if isinstance(found, tuple):
-        pair = found[0], torch.as_tensor(found[1])
-        return pair, pair
-    own = output.get("num_targets") if isinstance(output, Mapping) else None
-    labels, rows = batch.get("labels"), len(next(iter(batch.values())))
-    if own is not None or labels is None or labels.is_floating_point():
-        count = torch.as_tensor(rows if own is None else own)
-        return (found * count, count), (found * count, count)
-    counts = [(labels != IGNORE_INDEX).sum()]
-    counts += [(labels[:, 1:] != IGNORE_INDEX).sum()] if labels.ndim > 1 else counts
+        return ((found[0], torch.as_tensor(found[1])),)
+    counts = counts_of(batch, ignored) if own is None else (torch.as_tensor(own),)
     return tuple((found * count if count else found.new_zeros(()), count) for count in counts)
+
+
+def counts_of(batch: Batch, ignored: int | None) -> tuple[Tensor, ...]:
+    """Numbers of targets: of labels, of labels without each row's first, and of samples."""
+    labels, rows = batch.get("labels"), torch.tensor(len(next(iter(batch.values()))))
+    if labels is None:
+        return (rows,)
+    is_target = torch.ones_like(labels, dtype=torch.bool)
+    if ignored is not None and not labels.is_floating_point():
+        is_target = labels.ne(ignored)
+    return is_target.sum(), is_target[:, 1:].sum() if labels.ndim > 1 else rows, rows
 
 
 def preference_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:

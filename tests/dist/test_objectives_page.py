@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from colotrain.models.loading import build
@@ -109,6 +110,20 @@ def test_a_model_of_the_page_is_trained_as_by_a_plain_loop_also_if_interrupted(
     )
     assert losses(rest)[-(len(expected) - middle) :] == losses(whole)[middle:]
     assert {"validation_loss": rest["validation_loss"], **rest["metrics"]} == found
+
+
+@pytest.mark.parametrize("kind", representatives(list(TARGETS), kept=["tabular"]))
+def test_the_export_of_a_model_of_the_page_is_checked(page: Colotrain, kind: str) -> None:
+    page.run(f"recipe={kind}", "name=run", "cluster.procs_per_node=1")
+    done = page("export", "run", "--to", "out", "--check", "--json")
+    assert done.code == 0, done.out + done.err
+    receipt = done.json["receipt"]
+    assert receipt["validation_loss"]["difference"] < 1e-6
+    assert receipt["outputs"]["largest_difference"] < 1e-6
+    weights = page.cwd / "out" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor + 0.1 for name, tensor in tensors.items()}, weights)
+    assert page("export", "run", "--to", "out", "--check").code == 4
 
 
 def test_the_recipes_are_short() -> None:
