@@ -346,18 +346,18 @@ def regular(path: str | Path, flags: int) -> int:
 Opener = Callable[[Any, int], int]  # `regular`, or the `open` of the run that has the file
 
 
-def read_text(path: Path, opener: Opener = regular) -> str:
-    """Return the text of a file; `OSError` for no regular one, or more than `MOST_READ` bytes."""
+def read_text(path: Path, opener: Opener = regular, *, most: int = MOST_READ) -> str:
+    """Return the text of a file; `OSError` for no regular one, or more than `most` bytes."""
     with open(path, "rb", opener=opener) as file:
-        content = file.read(MOST_READ + 1)
-    if len(content) > MOST_READ:
-        raise OSError(errno.EFBIG, f"has more than {MOST_READ >> 20} MiB", str(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"has more than {most >> 20} MiB", str(path))
     return content.decode()
 
 
-def read_json(path: Path, opener: Opener = regular) -> Any:
+def read_json(path: Path, opener: Opener = regular, *, most: int = MOST_READ) -> Any:
     """Return the document in a file as `read_text` reads it; `ValueError` also for deep ones."""
-    return from_json(read_text(path, opener))
+    return from_json(read_text(path, opener, most=most))
 
 
 def open_inside(folder: Path, path: str | Path, flags: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colotrain.config.sizes import parse_size
-from colotrain.errors import UsageError, suggest
+from colotrain.errors import ColotrainError, ConfigError, UsageError, shortened, suggest
 from colotrain.events.liveness import find
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CHECKED = ("model", "data")
 """Sections of a plan that a check runs code and reads files of."""
+MOST_OF_REASON = 400
+"""Characters of why a run cannot be used."""
 FORMATS = ("auto", "hf", "safetensors")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -86,19 +88,39 @@ def export(
 
 
 def recheck(folder: Path, *, as_json: bool, trust_code: bool) -> int:
-    """Check an exported directory by its receipt: with its run where that is there, else alone."""
+    """Check a directory by its receipt: with its run where that can be used, or else alone."""
     from colotrain.export.check import read_receipt
-    from colotrain.export.check import recheck as read_again
+    from colotrain.export.check import recheck as read_alone
 
-    receipt = read_receipt(folder)
-    path = Path(receipt["run"]["path"])
-    if (path / "plan.json").is_file():
-        rundir, step = RunDir(path), int(receipt["run"]["step"])
-        rundir.check_files()
-        plan = rundir.plan()
-        trust.check(rundir, plan, trusted=trust_code, only=CHECKED)
+    about = read_receipt(folder)
+    try:
+        rundir, plan = _run_at(Path(about["run"]["path"]), trust_code=trust_code)
+        step = int(about["run"]["step"])
         return _check(rundir, plan, folder, step=step, as_json=as_json, done=None)
-    return _report(read_again(folder), folder, as_json=as_json, done=None)
+    except (UsageError, ConfigError) as error:
+        if not about["files"]:  # no check has passed, so that one alone is not possible
+            raise
+        note = f"checked without its run: {shortened(error.problem, MOST_OF_REASON)}"
+    receipt = read_alone(folder, note=note, loads_base=trust_code)
+    return _report(receipt, folder, as_json=as_json, done=None, alone=True)
+
+
+def _run_at(path: Path, *, trust_code: bool) -> tuple[RunDir, RunPlan]:
+    """The run at a path and its plan; raises `UsageError` where it cannot be used."""
+    rundir = RunDir(path)
+    try:
+        is_run = rundir.plan_file.is_file()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    if not is_run:
+        raise UsageError(f"{path}: there is no run")
+    rundir.check_files()
+    try:
+        plan = rundir.plan()
+    except ColotrainError as error:
+        raise UsageError(error.problem, error.fix) from error
+    trust.check(rundir, plan, trusted=trust_code, only=CHECKED)
+    return rundir, plan
 
 
 def _check(
@@ -121,8 +143,15 @@ def _check(
     return _report(receipt, folder, as_json=as_json, done=done)
 
 
-def _report(receipt: dict[str, Any], folder: Path, *, as_json: bool, done: Exported | None) -> int:
-    """Print what a check found; returns the exit code."""
+def _report(
+    receipt: dict[str, Any],
+    folder: Path,
+    *,
+    as_json: bool,
+    done: Exported | None,
+    alone: bool = False,
+) -> int:
+    """Print what a check found, with the run or by the receipt `alone`; returns the exit code."""
     if as_json:
         print_json({**(asdict(done) if done is not None else {}), "receipt": receipt})
         return DONE if receipt["passed"] else UNVERIFIED
@@ -133,11 +162,14 @@ def _report(receipt: dict[str, Any], folder: Path, *, as_json: bool, done: Expor
     if outputs["largest_difference"] is not None:
         said = f"{outputs['kind']} of {outputs['samples']} samples differ by at most"
         console.print(f"checked: {said} {outputs['largest_difference']:.2g}")
+    if alone:
+        console.print(f"checked: SHA-256 of {len(receipt['files'])} files")
     for note in receipt["notes"]:
         console.print(f"note: {note}")
     for problem in receipt["problems"]:
         console.print(f"differs: {problem}")
-    verdict = "the export is what was trained" if receipt["passed"] else "the export DIFFERS"
+    agrees = "the export is as its receipt says" if alone else "the export is what was trained"
+    verdict = agrees if receipt["passed"] else "the export DIFFERS"
     console.print(f"{verdict}: {folder / 'receipt.json'}")
     return DONE if receipt["passed"] else UNVERIFIED
 

@@ -44,19 +44,28 @@ from colotrain.export.receipt import (
     RECEIPT,
     changed_call,
     changed_files,
+    check_regular,
     code_of,
     digests,
     exported_files,
+    named_base,
     read_receipt,
 )
 from colotrain.export.source import CheckpointTensors
 from colotrain.models.adapters import SETTINGS
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import format_seconds
 
 NUM_SAMPLES = 4
 """Samples whose logits are compared."""
 PROBE_LENGTH = 12
+LEAST_S, MOST_S = 600.0, 7 * 86_400.0
+"""Bounds of the seconds for which a check waits for the reader."""
+READ_BYTES_PER_S = 5e6
+"""Bytes that the reader loads in a second, on a slow disk."""
+COMPUTED_PER_READ = 0.01
+"""Seconds for a value of a sample in the model, by those for loading the model."""
 EXACT, ROUNDED = 1e-4, 2e-2
 """Largest differences, relative to the largest value: in float32, and where a run computed in, or
 an export rounds to, half precision."""
@@ -123,31 +132,59 @@ def check(
     return receipt
 
 
-def recheck(folder: Path) -> dict[str, Any]:
+def recheck(folder: Path, *, note: str, loads_base: bool) -> dict[str, Any]:
     """Check a directory by its receipt alone: its files, and the logits after a few tokens.
 
-    No class of the user's own is called: the directory, which names it, may be anybody's. Returns
-    the receipt with what was found; nothing is written.
+    No class of the user's own is called, and with `loads_base` alone the base of an adapter is
+    loaded: the directory, which names them, may be anybody's. Returns the receipt with what was
+    found now; nothing is written. `note` says why the run is not used.
     """
-    receipt = read_receipt(folder)
+    receipt, kind, notes = read_receipt(folder), kind_of(folder), [note]
     problems = changed_files(folder, alone=True)
-    request = _request(folder, str(receipt["format"]), probe=receipt["probe"]["input_ids"])
-    if receipt["probe"]["input_ids"] and receipt["format"] != "own":
+    request = _request(folder, kind, probe=receipt["probe"]["input_ids"])
+    outputs: dict[str, Any] = {"kind": None, "samples": None, "largest_difference": None}
+    if kind == "own":
+        notes.append("the model's class is not called: only files are compared")
+    elif kind == "peft":
+        base = named_base(folder)
+        request["base"] = base if loads_base else None
+        if not loads_base:
+            request["probe"] = []
+            notes.append(
+                f"the adapter's base, {base}, is not loaded: only files and tokenizer are compared "
+                "(--trust-code loads it)"
+            )
+    if kind != "own":
         answer, _ = read_apart(request, {})
         problems += answer["problems"]
-        for then, now in zip(receipt["probe"]["logits"], answer.get("probe", []), strict=False):
-            distance = max((abs(a - b) for a, b in zip(then, now, strict=False)), default=math.inf)
-            if len(then) != len(now) or not distance <= EXACT * max(1.0, *map(abs, then)):
-                problems.append(f"the logits after a few tokens differ by {distance:.3g}")
-        told = answer["tokenizer"]
-        problems += [
-            f"the tokenizer's {name} is {told.get(name)}, not {value}"
-            for name, value in receipt["tokenizer"].items()
-            if told.get(name) != value
-        ]
-    if receipt["format"] == "own":
-        receipt["notes"] = [*receipt["notes"], "without its run, the model's class is not called"]
-    return {**receipt, "passed": not problems, "problems": problems}
+        problems += _changed_tokenizer(receipt["tokenizer"], answer["tokenizer"])
+    if kind != "own" and request["probe"]:
+        outputs = _compare_probe(receipt["probe"]["logits"], answer.get("probe", []))
+        problems += [outputs["problem"]] if "problem" in outputs else []
+    now = {"notes": notes, "outputs": outputs, "validation_loss": {"run": None, "export": None}}
+    return {**receipt, **now, "passed": not problems, "problems": problems}
+
+
+def _compare_probe(then: list[list[float]], now: list[list[float]]) -> dict[str, Any]:
+    told: dict[str, Any] = {"kind": "logits after a few tokens", "samples": len(then)}
+    if [*map(len, then)] != [*map(len, now)]:
+        problem = "no logits can be computed after a few tokens"
+        return {**told, "largest_difference": None, "problem": problem}
+    pairs = [(torch.tensor(a), torch.tensor(b)) for a, b in zip(then, now, strict=True) if a]
+    distances = [_largest_difference(a, b) for a, b in pairs]
+    allowed = [EXACT * max(1.0, a.abs().nan_to_num().max().item()) for a, _ in pairs]
+    largest = max(distances, default=0.0)
+    if any(distance > most for distance, most in zip(distances, allowed, strict=True)):
+        told["problem"] = f"the logits after a few tokens differ by {largest:.3g}"
+    return {**told, "largest_difference": largest if math.isfinite(largest) else None}
+
+
+def _changed_tokenizer(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"the tokenizer's {name} is {now.get(name)}, not {value}"
+        for name, value in then.items()
+        if now.get(name) != value
+    ]
 
 
 def kind_of(folder: Path) -> str:
@@ -178,6 +215,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     step, notes = step_of(checkpoint), list[str]()
     # not the call that the directory names, which may be anybody's
     request = _request(folder, kind) | call_of(plan.model) | {"import_from": places_of_code()}
+    request["base"] = plan.model.hf
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")
     loader = evaluation_loader(plan)
@@ -227,6 +265,7 @@ def _request(folder: Path, kind: str, *, probe: list[list[int]] | None = None) -
     return {
         "folder": str(folder.absolute()),
         "kind": kind,
+        "base": None,
         "import_from": [],
         "outputs": "causal",
         "loss": {"kind": "none"},
@@ -340,9 +379,22 @@ def read_apart(
             save_file({n: t.contiguous() for n, t in tensors.items()}, work / "samples.safetensors")
         command = [sys.executable, "-P", str(reader.__file__), str(work)]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        seconds = _bound_s(request, tensors)
+        try:
+            done = subprocess.run(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired as error:
+            read = " and ".join(map(str, _folders_of(request)))
+            raise ColotrainError(
+                f"--check: the process that reads {read} did not end in {format_seconds(seconds)}",
+                "look at what is slow: the disk, or too little memory",
+            ) from error
         if done.returncode or not (work / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise ColotrainError(f"--check: the process that reads the export failed: {last}")
@@ -353,6 +405,27 @@ def read_apart(
         path = work / "outputs.safetensors"
         outputs = load_file(path) if path.is_file() else {}
     return answer, [outputs[str(number)] for number in range(len(outputs))]
+
+
+def _folders_of(request: dict[str, Any]) -> list[Path]:
+    """The directories that the reader loads models from."""
+    base = request["base"] if request["kind"] == "peft" else None
+    named = (request["folder"], base, request["loss"].get("reference"))
+    return [Path(folder) for folder in named if folder is not None]
+
+
+def _bound_s(request: dict[str, Any], tensors: dict[str, Tensor]) -> float:
+    """Most seconds of the reader, for what it reads and for the samples that it computes with.
+
+    Raises `UsageError` for directories with a FIFO or a device.
+    """
+    num_bytes = 0
+    for folder in _folders_of(request):
+        check_regular(folder)
+        num_bytes += sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+    num_values = sum(tensor.numel() for tensor in tensors.values())
+    seconds = num_bytes / READ_BYTES_PER_S * (1 + num_values * COMPUTED_PER_READ)
+    return min(LEAST_S + seconds, MOST_S)
 
 
 def _compare_loss(question: _Question, answer: dict[str, Any], tolerance: float) -> dict[str, Any]:

@@ -93,11 +93,12 @@ def load_model(folder: Path, request: dict[str, Any], problems: list[str]) -> An
 
 
 def load_adapter(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:
-    """The base model with the adapter as PEFT loads it."""
+    """The base model with the adapter as PEFT loads it; None where no base is to be loaded."""
+    if request["base"] is None:
+        return None
     from peft import PeftModel
 
-    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    base = load_model(Path(settings["base_model_name_or_path"]), request, problems)
+    base = load_model(Path(request["base"]), request, problems)
     if base is None:
         return None
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from colotrain.errors import Problem, UsageError, fix_of, shortened
 from colotrain.export.job import OWN_CONFIG, call_of
+from colotrain.models.adapters import SETTINGS
 from colotrain.records import read
 from colotrain.rundir import open_inside, read_json
 from colotrain.spec.plan import RunPlan
@@ -64,6 +65,7 @@ def changed_files(folder: Path, *, alone: bool = False) -> list[str]:
     that. Names that begin with a dot are no files of a model. `alone`: there is no run to ask, so
     such a receipt is needed.
     """
+    check_regular(folder)
     then, now = exported_files(folder), digests(folder)
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if added := sorted(names - {RECEIPT, *then}) if then or alone else []:
@@ -77,8 +79,30 @@ def changed_files(folder: Path, *, alone: bool = False) -> list[str]:
     ]
 
 
+def check_regular(folder: Path) -> None:
+    """Raise `UsageError` for a directory with a FIFO or a device: libraries would wait for it."""
+    try:
+        strange = [p.name for p in sorted(folder.iterdir()) if not (p.is_file() or p.is_dir())]
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}", "name a model's directory") from error
+    if strange:
+        problem = f"{folder}: {shortened(', '.join(strange))}: expected regular files"
+        raise UsageError(problem, "take that out")
+
+
+def named_base(folder: Path) -> str:
+    """Path of the base model that the settings of an adapter name; empty where they name none."""
+    try:
+        return str(read_json(folder / SETTINGS)["base_model_name_or_path"] or "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def changed_call(folder: Path, plan: RunPlan, kind: str) -> list[str]:
-    """What is wrong with what a directory says about a model of the user's own."""
+    """What is wrong with what a directory says about its base, or a model of the user's own."""
+    if kind == "peft":
+        is_same = named_base(folder) == plan.model.hf
+        return [] if is_same else [f"{SETTINGS} does not name the base of the run"]
     try:
         about = read_json(folder / OWN_CONFIG) if kind == "own" else None
         is_same = about is None or about["model"] == call_of(plan.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from colotrain.cli.main import guarded
+from colotrain.export import check
 from tests.dist import hf
 from tests.dist.conftest import SMALL, Colotrain, Result
 
@@ -21,6 +23,7 @@ SMALL_RUN = (
     *("train.global_batch=8", "train.micro_batch=2", "train.max_steps=3", "optim.lr=0.05"),
     *("train.eval_steps=2", "data.seq_len=48", "cluster.procs_per_node=1"),
 )
+LINEAR = "adapter.targets=[q_proj]"
 LORA = ("adapter.name=lora", "adapter.rank=2", "adapter.alpha=4")
 QUESTIONS = [f"What is {n} + {n}?" for n in range(60)]
 Export = Callable[..., Result]
@@ -270,7 +273,89 @@ def test_models_of_ones_own_are_checked_in_their_own_class(
     assert "does not name the model of the run" in export("own-out", "--check").out
     assert not (colotrain.cwd / "touched").exists()
     weights.write_text("{")
-    assert export("own-out", "--check").code == 2
+    assert export("own", "--to", "own-out", "--check").code == 2
+    assert "model.safetensors is not the file" in export("own-out", "--check").out
+
+
+def make_adapter(colotrain: Colotrain, export: Export) -> Path:
+    """An adapter's export that was checked, from the run `lora`."""
+    pytest.importorskip("peft")
+    folder = hf.make_chat_directory(colotrain.cwd / "base")
+    write_chats(colotrain.cwd)
+    colotrain.run(*SMALL_RUN, *CHATS, f"model.hf={folder}", *LORA, LINEAR, "name=lora")
+    checked(export, "lora", "--to", "adapter", "--adapter")
+    return colotrain.cwd / "adapter"
+
+
+def test_without_its_run_the_base_of_an_adapter_is_loaded_only_on_trust(
+    colotrain: Colotrain, export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_adapter(colotrain, export)
+    shutil.move(colotrain.rundir("lora").path, colotrain.cwd / "gone")
+    alone = export("adapter", "--check")
+    assert alone.code == 0, alone.out
+    assert "there is no run" in alone.out
+    assert "is not loaded" in alone.out
+    assert "differ by" not in alone.out
+    assert "validation loss" not in alone.out
+    trusted = export("adapter", "--check", "--trust-code")
+    assert trusted.code == 0, trusted.out
+    assert "logits after a few tokens of 2 samples differ by at most" in trusted.out
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "LEAST_S", 0.0)
+        slow = export("adapter", "--check", "--trust-code")
+    assert slow.code == 1
+    assert f"{colotrain.cwd / 'base'} did not end in" in slow.err
+    (colotrain.cwd / "base" / "config.json").unlink()
+    os.mkfifo(colotrain.cwd / "base" / "config.json")
+    assert export("adapter", "--check").code == 0
+    refused = export("adapter", "--check", "--trust-code")
+    assert refused.code == 2
+    assert "config.json: expected regular files" in refused.err
+
+
+def test_an_adapter_with_another_base_than_the_runs_is_not_what_was_trained(
+    colotrain: Colotrain, export: Export
+) -> None:
+    settings = make_adapter(colotrain, export) / "adapter_config.json"
+    about = json.loads(settings.read_text())
+    settings.write_text(json.dumps(about | {"base_model_name_or_path": "/elsewhere"}))
+    wrong = export("lora", "--to", "adapter", "--check")
+    assert wrong.code == 4
+    assert "adapter_config.json does not name the base of the run" in wrong.out
+    assert "logits of" in wrong.out  # with the base of the run
+
+
+def test_a_run_that_cannot_be_used_from_here_is_left_out_of_a_check_by_the_receipt(
+    colotrain: Colotrain, export: Export
+) -> None:
+    (colotrain.cwd / "ownmodel.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def __init__(self): super().__init__(4, 4)\n"
+        "    def forward(self, x): return (super().forward(x) - x).square().mean()\n"
+        "def data(): return [{'x': torch.arange(4.0) * i / 9} for i in range(64)]\n"
+    )
+    own = ("model.target=ownmodel:Model", "data.target=ownmodel:data", "name=own")
+    colotrain.run(*own, "train.max_steps=2", "train.global_batch=4", "train.micro_batch=2")
+    checked(export, "own", "--to", "out")
+    elsewhere = Colotrain(colotrain.cwd / "elsewhere")
+    elsewhere.cwd.mkdir()
+    alone = elsewhere("export", "../out", "--check", "--json")
+    assert alone.code == 0, alone.err
+    receipt = alone.json["receipt"]
+    assert "ownmodel" in receipt["notes"][0]
+    assert receipt["outputs"]["largest_difference"] is None
+    assert receipt["validation_loss"] == {"run": None, "export": None}
+    shown = elsewhere("export", "../out", "--check").out
+    assert shown.count("note: checked without its run") == 1
+    assert "differ by" not in shown
+    (colotrain.cwd / "out" / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in elsewhere("export", "../out", "--check").out
+    os.mkfifo(colotrain.cwd / "out" / "model.safetensors")
+    refused = elsewhere("export", "../out", "--check")
+    assert refused.code == 2
+    assert "model.safetensors: expected regular files" in refused.err
 
 
 def test_what_cannot_be_checked_is_refused(colotrain: Colotrain, export: Export) -> None:

@@ -6,7 +6,7 @@ can name code to run, and a rank reads only the rows that it needs.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,9 +30,12 @@ from torch.futures import Future
 
 from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.state.shard_file import Piece, Written
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, fix_of
+from colotrain.rundir import open_inside, read_json
 
 INDEX = "index.json"
+MOST_OF_INDEX = 512 << 20
+"""Maximum bytes of an index: 150 a part, so 1,100 tensors and two states of each on 1,000 ranks."""
 SCHEMA = 2
 INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of an index that is not valid."""
@@ -94,15 +97,14 @@ def read_index(folder: Path) -> Metadata:
     """Read the index of a checkpoint; raises `ColotrainError` where it is not valid."""
     path = folder / INDEX
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_json(path, functools.partial(open_inside, folder), most=MOST_OF_INDEX)
         if document["schema"] != SCHEMA:
             raise ValueError(f"its schema is {document['schema']!r}, not {SCHEMA}")
         return index_of(document["tensors"], lambda file: FileSource(folder / Path(file).name))
-    except INVALID as error:
+    except (*INVALID, MemoryError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ColotrainError(
-            f"{path}: not an index of a checkpoint ({what})", "use another checkpoint"
-        ) from error
+        fix = fix_of(error, "use another checkpoint")
+        raise ColotrainError(f"{path}: not an index of a checkpoint ({what})", fix) from error
 
 
 def index_of(tensors: dict[str, Any], source_of: Callable[[str], Source]) -> Metadata:
