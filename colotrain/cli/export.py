@@ -98,8 +98,9 @@ def recheck(folder: Path, *, as_json: bool, trust_code: bool) -> int:
         step = int(about["run"]["step"])
         return _check(rundir, plan, folder, step=step, as_json=as_json, done=None)
     except (UsageError, ConfigError) as error:
-        if not about["files"]:  # no check has passed, so that one alone is not possible
-            raise
+        if not about["files"]:
+            problem = f"{folder}: its run cannot be used ({error.problem})"
+            raise UsageError(problem, "check it with its run: no check has passed") from error
         note = f"checked without its run: {shortened(error.problem, MOST_OF_REASON)}"
     receipt = read_alone(folder, note=note, loads_base=trust_code)
     return _report(receipt, folder, as_json=as_json, done=None, alone=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from colotrain import signatures
 from colotrain.errors import ConfigError, UsageError, shortened
-from colotrain.records import as_override, to_plain
+from colotrain.records import as_argument, as_override, to_plain
 from colotrain.rundir import OFFLOAD, RunDir, read_json, read_text, write_atomically
 from colotrain.signatures import is_signed
 from colotrain.spec.plan import RunPlan
@@ -104,8 +104,19 @@ ALLOWED = {
 Numbers and truth values of these are allowed as well. What stands nowhere here is not allowed, and
 a key has precedence over its section.
 """
+SETTINGS = {
+    "model.loss": "train.loss",
+    "model.distill": "train.distill",
+    "model.adapter": "adapter",
+    "data.paths": "data.path",
+    "data.validation_paths": "data.validation_path",
+}
+"""Key or section of a plan → setting that it comes from, where that has another name."""
+MOST_OF_LIST = 1_500
+"""Characters of settings that are shown whole, so that they can be given as arguments."""
 MOST_NAMED = 8
 MOST_OF_VALUE = 200
+"""Settings that are shown of a longer list, and characters of each."""
 TRUST_IT = "add --trust-code"
 GIVE_IT = "give these settings as arguments"
 KEEP_IT = "copy the file to recipes/NAME.yaml in your folder, where it is a recipe of your own"
@@ -245,17 +256,23 @@ def _refused(
     only: Iterable[str],
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return key → value of what the plan names and may not."""
+    """Return setting → value of what the plan names and may not."""
     named = calls(to_plain(plan))
     if trusted or is_signed(rundir, "plan", named):
         return {}
     sections = tuple(only)
     return {
-        key: value
+        _setting_of(key): value
         for key, value in named.items()
-        if given.get(key) != value
+        if value not in (given.get(key), given.get(_setting_of(key)))
         and (not sections or any(key == s or key.startswith(f"{s}.") for s in sections))
     }
+
+
+def _setting_of(key: str) -> str:
+    """Return the setting that a plan's key comes from."""
+    section = next((s for s in SETTINGS if key == s or key.startswith(f"{s}.")), "")
+    return SETTINGS[section] + key.removeprefix(section) if section else key
 
 
 def read_config(rundir: RunDir) -> dict[str, Any]:
@@ -304,7 +321,10 @@ def _refusal(file: Path, named: Mapping[str, Any], fix: str) -> UsageError:
 
 
 def _as_arguments(named: Mapping[str, Any]) -> str:
-    """Return arguments for a shell; of many, the first."""
+    """Return arguments for a shell; where they are too long for a line, the first and shortened."""
+    whole = " ".join(as_argument(key, value) for key, value in named.items())
+    if len(whole) <= MOST_OF_LIST:
+        return whole
     shown = [
         shlex.quote(shortened(as_override(key, value), MOST_OF_VALUE))
         for key, value in named.items()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from colotrain.engine.state import checkpoint
+from colotrain.engine.state import checkpoint, dcp_json
 from colotrain.engine.state.pieces import model_state
+from colotrain.errors import ColotrainError
 from colotrain.records import to_plain
 from colotrain.runs.resolving import plan_from
 
@@ -35,6 +39,24 @@ def test_a_state_dict_of_ones_own_leaves_nothing_out_of_a_checkpoint() -> None:
         module=module, groups=(), named_parameters=module.named_parameters
     )
     assert dict(model_state(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
+
+
+@pytest.mark.parametrize("kind", ["long", "deep", "fifo", "link"])
+def test_an_index_that_is_no_document_of_bounded_size_is_not_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_json, "MOST_OF_INDEX", 1 << 20)
+    path = tmp_path / dcp_json.INDEX
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("[" * 1000 + "]" * 1000)
+    if kind == "long":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(ColotrainError, match="not an index of a checkpoint"):
+        dcp_json.read_index(tmp_path)
 
 
 def test_another_order_of_samples_is_announced() -> None:

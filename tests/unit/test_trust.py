@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -110,6 +111,21 @@ def test_an_export_of_others_calls_nothing_that_it_names(
     assert not (home / "touched").exists()
 
 
+def test_a_refusal_names_all_settings_as_arguments_that_can_be_given(
+    rundir: RunDir, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(rundir.plan_file.read_text())
+    document["model"] |= {"loss": "own.losses:smooth", "args": {f"a{n}": "x y" for n in range(12)}}
+    rundir.plan_file.write_text(json.dumps(document))
+    assert guarded(["export", "mine", "--to", "out"]) == 2
+    told = capsys.readouterr().err
+    named = shlex.split(re.search(r"addresses \((.*)\), and", told)[1])
+    assert "train.loss=own.losses:smooth" in named
+    assert 'model.args.a11="x y"' in named
+    assert "model.loss" not in told
+    assert " more" not in told
+
+
 def write_receipt(folder: Path, files: dict[str, str]) -> None:
     """Write the receipt of an export whose run is gone."""
     receipt = {
@@ -134,6 +150,7 @@ def test_what_was_added_to_an_export_is_refused_before_it_is_read(
     assert guarded(["export", "out", "--check"]) == 0
     (folder / added).mkdir() if "." not in added else (folder / added).touch()
     monkeypatch.setattr(check, "_ask", pytest.fail)
+    importlib.import_module("colotrain.export.write")  # which would keep the patched one
     monkeypatch.setattr("colotrain.export.source.choose", lambda *_: rundir.checkpoint(1))
     for words in (["out"], ["mine", "--to", "out"]):
         capsys.readouterr()
