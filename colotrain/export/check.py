@@ -141,6 +141,10 @@ def recheck(folder: Path, *, note: str, loads_base: bool) -> dict[str, Any]:
     """
     receipt, kind, notes = read_receipt(folder), kind_of(folder), [note]
     problems = changed_files(folder, alone=True)
+    if receipt["format"] != kind:
+        problems.append(
+            f"the receipt is of the format {receipt['format']}, the directory of {kind}"
+        )
     request = _request(folder, kind, probe=receipt["probe"]["input_ids"])
     outputs: dict[str, Any] = {"kind": None, "samples": None, "largest_difference": None}
     if kind == "own":

@@ -108,6 +108,10 @@ def test_an_export_of_others_calls_nothing_that_it_names(
     write_receipt(folder, digests(folder))
     assert guarded(["export", "out", "--check"]) == 0
     assert "the model's class is not called" in capsys.readouterr().out
+    receipt = json.loads((folder / RECEIPT).read_text())
+    (folder / RECEIPT).write_text(json.dumps(receipt | {"format": "peft"}))
+    assert guarded(["export", "out", "--check"]) == 4
+    assert "the format peft, the directory of own" in capsys.readouterr().out
     assert not (home / "touched").exists()
 
 
