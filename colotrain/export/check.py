@@ -218,13 +218,14 @@ def _refuse(plan: RunPlan, kind: str) -> None:
 def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: str) -> _Question:
     step, notes = step_of(checkpoint), list[str]()
     # not the call that the directory names, which may be anybody's
-    request = _request(folder, kind) | call_of(plan.model) | {"import_from": places_of_code()}
+    request = _request(folder, kind) | call_of(plan.model)
     request["base"] = plan.model.hf
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")
     loader = evaluation_loader(plan)
     evaluated = None if loader is None else evaluation_of(rundir, step)
     request["loss"] = _loss_of(plan, kind, notes)
+    request["import_from"] = places_of_code() if _calls_own_code(request) else []
     if loader is None:
         notes.append(
             "the run has no validation data: only outputs of training samples are compared"
@@ -403,12 +404,15 @@ def read_apart(
             last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise ColotrainError(f"--check: the process that reads the export failed: {last}")
         answer: dict[str, Any] = json.loads((work / "answer.json").read_text("utf-8"))
-        has_own_code = request["kind"] == "own" or request["loss"]["kind"] == "function"
-        if answer["foreign"] and not has_own_code:
+        if answer["foreign"] and not _calls_own_code(request):
             raise ColotrainError(f"--check: the reader has loaded {', '.join(answer['foreign'])}")
         path = work / "outputs.safetensors"
         outputs = load_file(path) if path.is_file() else {}
     return answer, [outputs[str(number)] for number in range(len(outputs))]
+
+
+def _calls_own_code(request: dict[str, Any]) -> bool:
+    return request["kind"] == "own" or request["loss"]["kind"] == "function"
 
 
 def _folders_of(request: dict[str, Any]) -> list[Path]:

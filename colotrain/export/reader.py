@@ -15,6 +15,8 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ Batch = dict[str, Tensor]
 
 def main(work: Path) -> None:
     request = json.loads((work / "request.json").read_text("utf-8"))
-    sys.path[:0] = request["import_from"]
+    OWN_FOLDERS.extend(request["import_from"])
     folder, problems = Path(request["folder"]), list[str]()
     load = {"hf": load_model, "peft": load_adapter, "own": load_own}[request["kind"]]
     tensors = load_file(work / "samples.safetensors") if request["has_samples"] else {}
@@ -149,8 +151,20 @@ def within(module: Any) -> Any:
     return next(iter(module.children())) if is_around else module
 
 
+OWN_FOLDERS: list[str] = []
+"""Folders of the user's modules."""
+
+
 def imported(dotted: str) -> Any:
+    """What a setting names, first looked up in the user's folders; what it imports, there last."""
+    sys.path += [folder for folder in OWN_FOLDERS if folder not in sys.path]
     module, _, names = dotted.partition(":")
+    package = module.partition(".")[0]
+    if package not in {*sys.modules, *sys.stdlib_module_names}:
+        spec = PathFinder.find_spec(package, OWN_FOLDERS)
+        if spec is not None and spec.loader is not None:
+            sys.modules[package] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[package])
     return operator.attrgetter(names)(importlib.import_module(module))
 
 

@@ -320,6 +320,7 @@ def test_an_adapter_with_another_base_than_the_runs_is_not_what_was_trained(
     settings = make_adapter(colotrain, export) / "adapter_config.json"
     about = json.loads(settings.read_text())
     settings.write_text(json.dumps(about | {"base_model_name_or_path": "/elsewhere"}))
+    (colotrain.cwd / "accelerate.py").write_text("raise AssertionError\n")  # is not imported
     wrong = export("lora", "--to", "adapter", "--check")
     assert wrong.code == 4
     assert "adapter_config.json does not name the base of the run" in wrong.out

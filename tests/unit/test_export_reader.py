@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,21 @@ def test_the_targets_of_a_mean_are_those_that_the_model_or_the_run_counts() -> N
     told = reader.weighted(SimpleNamespace(loss=one, num_targets=7), batch, 0)
     assert [int(n) for _, n in told] == [7]
     assert reader.weighted((one, 7), batch, 0) == ((one, 7),)
+
+
+def test_a_module_of_ones_own_is_found_first_and_what_it_imports_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ownlosses.py").write_text("import json\nimport ownpart\nfound = json\n")
+    (tmp_path / "ownpart.py").touch()
+    for name in ("json", "safetensors"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError\n")
+    monkeypatch.setattr(reader, "OWN_FOLDERS", [str(tmp_path)])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("ownlosses", "ownpart"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert reader.imported("ownlosses:found.dumps") is json.dumps
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_forward_gets_what_it_takes_and_a_model_of_a_directory_no_labels() -> None:
