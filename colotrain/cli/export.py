@@ -159,19 +159,19 @@ def _report(
     console, loss, outputs = stdout_console(), receipt["validation_loss"], receipt["outputs"]
     if loss.get("export") is not None and loss.get("run") is not None:
         said = f"validation loss {loss['export']:.6g}, in the run {loss['run']:.6g}"
-        console.print(f"checked: {said}")
+        console.print(f"checked: {said}", soft_wrap=True)
     if outputs["largest_difference"] is not None:
         said = f"{outputs['kind']} of {outputs['samples']} samples differ by at most"
-        console.print(f"checked: {said} {outputs['largest_difference']:.2g}")
+        console.print(f"checked: {said} {outputs['largest_difference']:.2g}", soft_wrap=True)
     if alone:
         console.print(f"checked: SHA-256 of {len(receipt['files'])} files")
     for note in receipt["notes"]:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", soft_wrap=True)
     for problem in receipt["problems"]:
-        console.print(f"differs: {problem}")
+        console.print(f"differs: {problem}", soft_wrap=True)
     agrees = "the export is as its receipt says" if alone else "the export is what was trained"
     verdict = agrees if receipt["passed"] else "the export DIFFERS"
-    console.print(f"{verdict}: {folder / 'receipt.json'}")
+    console.print(f"{verdict}: {folder / 'receipt.json'}", soft_wrap=True)
     return DONE if receipt["passed"] else UNVERIFIED
 
 
@@ -189,7 +189,12 @@ def _shard_bytes(text: str) -> int:
 def _show(done: Exported) -> None:
     console = stdout_console()
     what = {"hf": "Hugging Face directory", "peft": "adapter in PEFT's format"}
-    console.print(f"{what.get(done.format, 'safetensors')} of step {done.step}: {done.to}")
-    console.print(f"{done.tensors} tensors, {format_size(done.bytes)}: {', '.join(done.files)}")
+    console.print(
+        f"{what.get(done.format, 'safetensors')} of step {done.step}: {done.to}", soft_wrap=True
+    )
+    console.print(
+        f"{done.tensors} tensors, {format_size(done.bytes)}: {', '.join(done.files)}",
+        soft_wrap=True,
+    )
     for note in done.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", soft_wrap=True)

@@ -205,5 +205,5 @@ def test_a_loss_that_was_changed_in_a_run_directory_is_not_called(
     rundir.plan_file.write_text(json.dumps(plan))
     result = colotrain("resume", "own")
     assert result.code == 2
-    assert " model.loss=os:system " in result.err
+    assert " train.loss=os:system " in result.err
     assert result.err.endswith(" train.loss=objectives_mine:weighted\n")
