@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from colotrain.audit.observer import Observer
 from colotrain.audit.sites import here
-from colotrain.audit.window import SUMMED, note_factor, target_counts
+from colotrain.audit.window import OF_ONE, SUMMED, note_factor, target_counts
 from colotrain.rundir import RunDir
 
 FACTORS = {
@@ -147,18 +147,22 @@ def _wrap_factor(name: str, inverse: bool) -> None:
 
 
 def _wrap_sums() -> None:
-    """Note at a loss that is a sum how many numbers it adds."""
+    """Note at a loss that is a sum how many numbers it adds, and at a mean if it is of one."""
 
-    def after(result: Any, args: Any, kwargs: Any) -> None:
+    def note(result: Any, args: Any, kwargs: Any, *, sums: bool) -> None:
         of = args[0] if args else kwargs.get("input")
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
-            own = of.detach()
-            if observer().is_looking and own.numel() > 1 and result.grad_fn is not None:
-                metadata: Any = result.grad_fn.metadata  # torch annotates it as a method
-                metadata[SUMMED] = int(own.count_nonzero()), own.numel()
+            if not observer().is_looking or result.grad_fn is None:
+                return
+            metadata: Any = result.grad_fn.metadata  # torch annotates it as a method
+            if of.numel() == 1:
+                metadata[SUMMED] = OF_ONE
+            elif sums:
+                metadata[SUMMED] = int(of.detach().count_nonzero()), of.numel()
 
-    wrap(Tensor, "sum", after=after)
-    wrap(torch, "sum", after=after)
+    for owner in (Tensor, torch):
+        wrap(owner, "sum", after=functools.partial(note, sums=True))
+        wrap(owner, "mean", after=functools.partial(note, sums=False))
 
 
 def _wrap_backward() -> None:

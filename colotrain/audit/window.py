@@ -18,8 +18,8 @@ SUMMED = "colotrain summed"
 """Key of what a sum adds: how many of its numbers are not zero, and how many there are."""
 TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "_DDPSinkBackward")
 """Nodes between a loss and its factors that change nothing."""
-OF_ONE = frozenset({"MeanBackward0", "SumBackward0", "ViewBackward0", "SqueezeBackward0"})
-"""Nodes that change nothing where the loss is their only number."""
+OF_ONE = 1, 1
+"""What is noted at a sum or a mean of one number, which changes nothing."""
 EXACT = 1e-5
 """Relative difference of a number and its float32 value."""
 MOST_NODES = 256
@@ -180,7 +180,7 @@ def _origin(node: Any, number: int, budget: Iterator[int]) -> Origin:
             place = factor.operand
         elif node.name() in TRANSPARENT:
             place = number
-        elif len(following) == 1 and (node.name() == "AddBackward0" or _is_of_one(node)):
+        elif len(following) == 1 and (node.name() == "AddBackward0" or summed == OF_ONE):
             (place,) = following
         elif len(following) == 2 and node.name() == "AddBackward0":
             terms = (node.next_functions[place] for place in following)
@@ -190,12 +190,6 @@ def _origin(node: Any, number: int, budget: Iterator[int]) -> Origin:
             return Origin(found) if summed is None else _sum_of(found, *summed)
         node, number = node.next_functions[place]
     return Origin(found)
-
-
-def _is_of_one(node: Any) -> bool:
-    """Whether a node only gives another shape to one number, or sums it."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    return node.name() in OF_ONE and sizes is not None and math.prod(sizes) == 1
 
 
 def _sum_of(factors: list[Factor], num: int, whole: int) -> Origin:

@@ -139,8 +139,9 @@ def recheck(folder: Path, *, note: str, loads_base: bool) -> dict[str, Any]:
     loaded: the directory, which names them, may be anybody's. Returns the receipt with what was
     found now; nothing is written. `note` says why the run is not used.
     """
-    receipt, kind, notes = read_receipt(folder), kind_of(folder), [note]
+    receipt, notes = read_receipt(folder), [note]
     problems = changed_files(folder, alone=True)
+    kind = kind_of(folder)
     if receipt["format"] != kind:
         problems.append(
             f"the receipt is of the format {receipt['format']}, the directory of {kind}"

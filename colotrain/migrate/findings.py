@@ -40,9 +40,8 @@ class Finding:
     settings: dict[str, Any]
 
 
-DECAY_OF_ALL: dict[str, Any] = {
-    "optim.rules": [{"match": "*", "weight_decay": "${optim.weight_decay}"}]
-}
+DECAY = "${optim.weight_decay}"
+DECAY_OF_ALL: dict[str, Any] = {"optim.rules": [{"match": "*", "weight_decay": DECAY}]}
 """Setting that applies weight decay to all parameters; without it only matrices decay."""
 Rule = Callable[[Any, Flat], Answer]
 Rules = Mapping[str, Rule]

@@ -12,7 +12,7 @@ from typing import Any
 from colotrain.errors import UsageError, suggest
 from colotrain.migrate import accelerate, deepspeed, lightning
 from colotrain.migrate.deepspeed import plain_name
-from colotrain.migrate.findings import DECAY_OF_ALL, MEANING, Finding, Rules, is_on, read
+from colotrain.migrate.findings import DECAY, DECAY_OF_ALL, MEANING, Finding, Rules, is_on, read
 from colotrain.migrate.lightning_callbacks import with_monitors
 from colotrain.rundir import read_text
 
@@ -228,6 +228,8 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
 
 def _without_references(value: Any) -> Any:
     """The settings with `${` as the text that it is in the other tool's file."""
+    if value == DECAY:
+        return value
     if isinstance(value, dict):
         return {_without_references(key): _without_references(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
