@@ -69,8 +69,12 @@ def survey_model(
     return found
 
 
+UNBUILT = "a model that"
+"""How the problems of models begin whose names can be imported."""
+
+
 def _wrong_model(model: ModelPlan, which: str, fix: str) -> Problem:
-    expected = f"a model that {which}"
+    expected = f"{UNBUILT} {which}"
     return Problem(key=model.key, value=model.value, expected=expected, fix=fix)
 
 

@@ -29,6 +29,7 @@ from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.micro_batch import choose
 from colotrain.planner.model import (
+    UNBUILT,
     at_peak,
     count,
     pass_before,
@@ -482,9 +483,10 @@ def all_names(settings: Config, surveys: ModelSurveys) -> Iterator[None]:
     except ConfigError as error:
         keys = (*CODE, "optim.name", "optim.schedule.name")
         names = {key: attrgetter(key)(settings) for key in keys}
-        told = {problem.key for problem in error.problems}
+        named = [p for p in error.problems if p.key in names and p.value == names[p.key]]
+        told = {p.key for p in named if not p.expected.startswith(UNBUILT)}
         others = {k: v for k, v in names.items() if v and ":" in v and k not in told}
-        if told.isdisjoint(names) or not others:
+        if not told or not others:
             raise
         raise ConfigError([*error.problems, *surveys.wrong_names(others)]) from error
 
