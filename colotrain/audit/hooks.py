@@ -147,10 +147,13 @@ def _wrap_factor(name: str, inverse: bool) -> None:
 
 
 def _wrap_sums() -> None:
-    """Note at a loss that is a sum how many numbers it adds, and at a mean if it is of one."""
+    """Note at a loss that is a sum how many numbers it adds, and at a mean if it is of one.
 
-    def note(result: Any, args: Any, kwargs: Any, *, sums: bool) -> None:
-        of = args[0] if args else kwargs.get("input")
+    The methods alone: `torch.jit.script` knows `torch.sum` by its identity.
+    """
+
+    def note(result: Any, args: Any, _: Any, *, sums: bool) -> None:
+        of = args[0]
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
             if not observer().is_looking or result.grad_fn is None:
                 return
@@ -160,9 +163,8 @@ def _wrap_sums() -> None:
             elif sums:
                 metadata[SUMMED] = int(of.detach().count_nonzero()), of.numel()
 
-    for owner in (Tensor, torch):
-        wrap(owner, "sum", after=functools.partial(note, sums=True))
-        wrap(owner, "mean", after=functools.partial(note, sums=False))
+    wrap(Tensor, "sum", after=functools.partial(note, sums=True))
+    wrap(Tensor, "mean", after=functools.partial(note, sums=False))
 
 
 def _wrap_backward() -> None:

@@ -842,6 +842,24 @@ def returns_its_loss() -> None:
         optimizer.zero_grad()
 
 
+def squared_error(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    e = (x - y) * (x - y)
+    return torch.sum(e) / e.numel() + 0.0 * torch.mean(x) + 0.0 * x.sum()
+
+
+def scripted() -> None:
+    """A loss that TorchScript compiles, and functions of torch in transforms."""
+    loss, net = torch.jit.script(squared_error), made(8, 16, 1)
+    assert torch.func.grad(lambda x: torch.sum(x * x))(torch.ones(2)).tolist() == [2, 2]
+    assert torch.vmap(lambda x: x.sum())(torch.ones(2, 3)).tolist() == [3, 3]
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+        loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def double_precision() -> None:
     """Small parameters of float64, one of them complex, and one frozen."""
 
