@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -332,6 +333,13 @@ def make_folder(path: Path, *, inside: Path, private: bool = True) -> None:
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def check_room(folder: Path, needed: int, fix: str) -> None:
+    """Raise `ColotrainError` where the disk of a folder has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ColotrainError(f"{folder}: {needed:,} bytes are needed and {free:,} are free", fix)
 
 
 def regular(path: str | Path, flags: int) -> int:

@@ -150,6 +150,9 @@ def verify(
     cp: Annotated[str, typer.Option(help="Values of mesh.cp; by default the plan's.")] = "",
     tp: Annotated[str, typer.Option(help="Values of mesh.tp; by default the plan's.")] = "",
     accumulation: Annotated[str, typer.Option(help="Accumulation steps to check.")] = "1,4",
+    freeze: Annotated[
+        str, typer.Option(help="auto: nothing, and further sets; none: what the plan freezes.")
+    ] = "auto",
     optimizer: Annotated[str, typer.Option(help="sgd, or recipe: the plan's own.")] = "sgd",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     tolerance: Annotated[
@@ -167,6 +170,7 @@ def verify(
         world_sizes=world_sizes,
         axes={"pp": pp, "cp": cp, "tp": tp},
         accumulation=accumulation,
+        freeze=freeze,
         optimizer=optimizer,
         steps=steps,
         tolerance=tolerance,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
 
 OPTIMIZERS = ("sgd", "recipe")
+FREEZES = ("auto", "none")
 AXES = ("pp", "cp", "tp")
 """Axes of the mesh that cases vary, from the outermost."""
 WORTH_SAYING_S = 60.0
@@ -48,6 +49,7 @@ def verify(
     world_sizes: str,
     axes: dict[str, str],
     accumulation: str,
+    freeze: str,
     optimizer: str,
     steps: int,
     tolerance: float | None,
@@ -56,6 +58,7 @@ def verify(
     """Compare plugins with one process of plain torch; return 0 if all agree, 4 otherwise.
 
     `axes` has the values of each axis of the mesh, such as 1,2 for cp; "" for the plan's own.
+    `freeze` is none where nothing but the plan's own patterns is to be frozen.
     """
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
@@ -66,7 +69,9 @@ def verify(
     names = _names(plugins) if plugins else list(ROWS)
     sizes = _numbers("--world-sizes", world_sizes) if world_sizes else []
     cuts = _numbers("--accumulation", accumulation)
-    _check_optimizer(optimizer)
+    fix = "recipe is the plan's own optimizer, whatever it is"
+    _check_choice("--optimizer", optimizer, OPTIMIZERS, fix)
+    _check_choice("--freeze", freeze, FREEZES, "none freezes nothing but what the plan freezes")
     warm_up()
     resolved = resolve_config(overrides)
     _check_reference(resolved, steps)
@@ -79,6 +84,7 @@ def verify(
             for axis, text in axes.items()
         },
         accumulation=cuts,
+        freezes=freeze == "auto",
         optimizer=optimizer,
         steps=steps,
     )
@@ -96,6 +102,8 @@ def verify(
         print_json(to_json(results))
     else:
         stdout_console().print(_table(results))
+    for note in _notes(results):
+        console.print(f"note: {note}", soft_wrap=True)
     wrong = [result for result in results if not result.passed]
     for result in wrong[:1]:
         console.print(f"error: {_describe(result)}", soft_wrap=True)
@@ -147,13 +155,14 @@ def _plans(
     world_sizes: Sequence[int],
     axes: Mapping[str, Sequence[int]],
     accumulation: Sequence[int],
+    freezes: bool,
     optimizer: str,
     steps: int,
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
     freeze = resolved.plan.freeze
-    own = bool(freeze.patterns or freeze.unfreeze)
+    own = bool(freeze.patterns or freeze.unfreeze) or not freezes
     cases = variants(
         plugins=plugins,
         world_sizes=world_sizes,
@@ -212,10 +221,10 @@ def _split(option: str, text: str, *, example: str) -> list[str]:
     return words
 
 
-def _check_optimizer(name: str) -> None:
-    if name not in OPTIMIZERS:
-        expected, fix = "sgd, or recipe", "recipe is the plan's own optimizer, whatever it is"
-        raise ConfigError([Problem(key="--optimizer", value=name, expected=expected, fix=fix)])
+def _check_choice(option: str, value: str, choices: Sequence[str], fix: str) -> None:
+    if value not in choices:
+        expected = ", or ".join(choices)
+        raise ConfigError([Problem(key=option, value=value, expected=expected, fix=fix)])
 
 
 def _table(results: Sequence[CaseResult]) -> Table:
@@ -247,6 +256,17 @@ def _cells(result: CaseResult, *, axes: Sequence[str]) -> tuple[Any, ...]:
         f"{result.optimizer_steps}/{result.expected_optimizer_steps}",
         verdict,
     )
+
+
+def _notes(results: Sequence[CaseResult]) -> Iterator[str]:
+    """Say what makes a comparison weaker than it seems."""
+    if why := next((result.not_exact for result in results if result.not_exact), ""):
+        yield f"the reference is less exact: in float64 the model fails ({why})"
+    if zeros := max(result.zero_gradients for result in results):
+        yield (
+            f"{zeros} parameters had gradients of zeros alone, as those before a layer that begins "
+            "with zeros, which prove little: compare more --steps"
+        )
 
 
 def _describe(result: CaseResult) -> str:

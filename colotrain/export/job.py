@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from colotrain.errors import ColotrainError
 from colotrain.export.source import CheckpointTensors
 from colotrain.export.stream import Entry, write_files
 from colotrain.models.loading import build_on_meta, build_whole
-from colotrain.rundir import read_json
+from colotrain.rundir import check_room, read_json
 from colotrain.spec.plan import ModelPlan, RunPlan
 
 OWN_CONFIG = "colotrain.json"
@@ -99,7 +97,7 @@ def note_dtype(job: Job, entries: Sequence[Entry]) -> None:
 def write_weights(job: Job, entries: Sequence[Entry]) -> list[Entry]:
     entries = [converted(entry, job.dtype) for entry in entries]
     total = sum(entry.num_bytes for entry in entries)
-    check_room(job.folder, total)
+    check_room(job.folder.parent, total, "make room, give another --to, or a smaller --dtype")
     write_files(
         job.folder,
         entries,
@@ -107,15 +105,6 @@ def write_weights(job: Job, entries: Sequence[Entry]) -> list[Entry]:
         progress=lambda done: job.progress("writing", done, total),
     )
     return entries
-
-
-def check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ColotrainError(
-            f"{folder.parent}: {needed:,} bytes are needed and {free:,} are free",
-            "make room, give another --to, or a smaller --dtype",
-        )
 
 
 def converted(entry: Entry, dtype: torch.dtype | None) -> Entry:

@@ -36,7 +36,7 @@ from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.axes import ranks_on
-from colotrain.spec.exit_codes import WORKER_FINAL
+from colotrain.spec.exit_codes import WORKER_FINAL, WORKER_USAGE
 
 LOST_GRACE_S = 10.0
 """Seconds of grace for workers that wait for a lost rank: they cannot save any more."""
@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
         launch.catch_up()
         exits = worker_exits(self.logs, self._pcontext, result.failures, ended=self.ended)
         launch.record_exits(exits)
-        final = any(x.exit_code == WORKER_FINAL for x in launch.exits)
+        final = any(x.exit_code in (WORKER_FINAL, WORKER_USAGE) for x in launch.exits)
         if final or not launch.may_restart() or launch.watch.is_final:
             self._remaining_restarts = 0
         if self._remaining_restarts:

@@ -27,7 +27,7 @@ from colotrain.launch.slow_nodes import SlowNodes
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
-from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, INTERRUPTED
+from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, INTERRUPTED, USAGE
 from colotrain.spec.plan import RunPlan
 
 Follow = Callable[[list[Event]], Sequence[str]]
@@ -78,16 +78,18 @@ def launch(
     with _signals(current):
         _follow_workers(current, follow, reader, slow_nodes)
     status = _outcome(current)
+    exit_code = EXIT_CODE_BY_STATUS[status]
+    if status == "failed" and current.is_misconfigured:
+        exit_code = USAGE
     cause = current.full_cause() if status == "failed" else ""
     if isinstance(current.error, Left | NotNeeded):
         cause = str(current.error)
     if node.is_head:
-        exit_code = EXIT_CODE_BY_STATUS[status]
         current.events.write(LaunchEnded(status=status, exit_code=exit_code, cause=cause))
     follow(reader.drain())
     if isinstance(current.error, Refused | UsageError):
         raise UsageError(cause)
-    return EXIT_CODE_BY_STATUS[status], cause
+    return exit_code, cause
 
 
 def _launch_started(plan: RunPlan, began_at: float) -> LaunchStarted:

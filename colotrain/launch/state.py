@@ -22,6 +22,7 @@ from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.slow_nodes import SlowNodes
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
+from colotrain.spec.exit_codes import WORKER_USAGE
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 
@@ -121,6 +122,12 @@ class Launch:
     def round(self) -> int:
         """Number of the newest round, the same on all nodes; 0 before the first."""
         return self.rendezvous.round if self.rendezvous is not None else 0
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Whether a rank of the newest attempt has found an error of configuration or input."""
+        exits = [*self.exits, *self.exits_elsewhere()]
+        return any(x.exit_code == WORKER_USAGE for x in exits)
 
     def exits_elsewhere(self) -> list[kinds.WorkerExit]:
         """Return the exits of the newest round's workers on other nodes, whatever their clocks."""

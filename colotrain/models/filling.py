@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.models.seeding import generator_of
 from colotrain.torch_internals import DisableTorchFunction, storage_id, tree_leaves
 
@@ -214,7 +214,7 @@ class ParameterFiller:
                 self.release_(slot)
         unset = [s.name for s in self.slots if s.unset or not s.begun]
         if unset := [name for name in unset if name not in later]:
-            raise ColotrainError(
+            raise UsageError(
                 f"model.deferred_init=true: init_weights() leaves {unset[0]} unset "
                 f"({len(unset)} in all)",
                 "give every parameter its value there, for example by its module's "

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
 from colotrain.dotted import described, import_target, shown_path
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.models import adapters, huggingface
 from colotrain.models.allocating import Allocates, KeepsEscaped
 from colotrain.models.facts import facts_of
@@ -61,7 +61,7 @@ def _with_values(plan: ModelPlan) -> nn.Module:
         raise _refused(plan, error) from error
     for name, tensor in [*module_tree.named_parameters(model), *module_tree.named_buffers(model)]:
         if tensor.is_meta:
-            raise ColotrainError(
+            raise UsageError(
                 f"model.target={plan.target}: {name} is on the meta device, without a value",
                 "return a model that has its values, or set model.deferred_init=true if its "
                 "init_weights() sets them",
@@ -84,7 +84,7 @@ def _without_values(plan: ModelPlan) -> nn.Module:
     except RuntimeError as error:  # of operations that need values
         raise _refused(plan, error) from error
     if problem := _lost(model, mode):
-        raise ColotrainError(
+        raise UsageError(
             f"model.deferred_init=true: {plan.target}: {problem}",
             "set every parameter in init_weights(), or set model.deferred_init=false",
         )
@@ -320,7 +320,7 @@ def _call_target(plan: ModelPlan) -> nn.Module:
     except Exception as error:  # whatever the user's code raises
         raise _refused(plan, error) from error
     if not isinstance(model, nn.Module):
-        raise ColotrainError(
+        raise UsageError(
             f"model.target={plan.target}: expected a callable that returns a torch.nn.Module, "
             f"got {type(model).__name__}",
             "return the module",
@@ -356,7 +356,7 @@ def initialise_(model: nn.Module, *, seed: int, shards: Shards, later: Container
             model.init_weights()  # type: ignore[operator]
         filler.finish(later=later)
     if added := [name for name, _ in module_tree.named_parameters(model) if name not in names]:
-        raise ColotrainError(
+        raise UsageError(
             f"model.deferred_init=true: init_weights() adds the parameter {added[0]}",
             "make every parameter in the constructor",
         )

@@ -25,7 +25,15 @@ from colotrain.engine.state.manifest import (
     read_manifest,
 )
 from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.rundir import MOST_READ, RUNS, RunDir, replacement_of, run_name, write_atomically
+from colotrain.rundir import (
+    MOST_READ,
+    RUNS,
+    RunDir,
+    check_room,
+    replacement_of,
+    run_name,
+    write_atomically,
+)
 from colotrain.runs.store import FILES_AT_ONCE, Store, Stored, StoreError
 from colotrain.runs.sync_state import (
     SMALL,
@@ -56,15 +64,12 @@ def fetch_to_resume(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = F
     Store(runs_dir, rundir.name).check_writable()
     run = StoredRun(rundir, runs_dir)
     if not run.exists:
-        if not overwrite:
-            run.check_name()
         return
     if overwrite:
         problem = f"--overwrite: {run.store.address} exists, and stores rename nothing"
         raise UsageError(problem, "choose another name, or delete it there")
     run.check_same()
     run.fetch_small(ALL)
-    run.check_name()
     run.fetch_checkpoint()
 
 
@@ -227,15 +232,6 @@ class StoredRun:
             problem = f"{self.rundir.path}: is another run than the one in {runs_dir}"
             raise UsageError(problem, "work in another folder, or move it away")
 
-    def check_name(self) -> None:
-        """Refuse to send a run whose plan has another name than the run's folder."""
-        if not self.rundir.plan_file.is_file():
-            return
-        if (name := self.rundir.plan().name) != self.rundir.name:
-            problem = f"{self.rundir.plan_file}: name={name}: expected {self.rundir.name}"
-            fix = "a run with a store has the name of its folder: rename the folder"
-            raise UsageError(problem, fix)
-
     def fetch_small(self, wanted: Sequence[str]) -> None:
         """Fetch small files, by globs, that are newer in the store; they get the store's times."""
         self.rundir.create()
@@ -314,6 +310,9 @@ class StoredRun:
         for name in known:
             if name in here or (step is None and here and name < max(here)):
                 return
+            inside = f"checkpoints/{name}/"
+            needed = sum(one.bytes for path, one in self.objects.items() if path.startswith(inside))
+            check_room(self.rundir.path, needed, "make room, or work in a folder on another disk")
             problem = self._fetch_and_publish(name)
             if problem is None:
                 tell(f"fetched {name} from {address}")
@@ -333,6 +332,10 @@ class StoredRun:
             files = read_manifest(folder).files
             if any(Path(file).name != file for file in files):
                 return f"{inside}/{MANIFEST}: names files elsewhere"
+            for file, entry in files.items():
+                found = self.objects.get(f"{inside}/{file}")
+                if found is None or found.bytes != entry.bytes:
+                    return f"{inside}/{file}: is not there with its {entry.bytes:,} bytes"
             with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
                 list(pool.map(lambda f: self.store.fetch(f"{inside}/{f}", folder / f), files))
             if problem := damage(folder):
@@ -344,8 +347,7 @@ class StoredRun:
             shutil.rmtree(folder.parent, ignore_errors=True)
         versions = {file: entry.xxh128 for file, entry in files.items()}
         for file, version in {**versions, MANIFEST: version_of_content(sealed)}.items():
-            if found := self.objects.get(f"{inside}/{file}"):
-                self.synced.set(f"{inside}/{file}", found, version)
+            self.synced.set(f"{inside}/{file}", self.objects[f"{inside}/{file}"], version)
         return None
 
 

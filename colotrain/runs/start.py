@@ -38,7 +38,7 @@ from colotrain.schedulers.registry import recall, scheduler_of_job
 from colotrain.show.console import print_json, stderr_console, tell
 from colotrain.show.formatting import shown_loss
 from colotrain.show.notify import check_notify
-from colotrain.spec.exit_codes import DONE, LEFT
+from colotrain.spec.exit_codes import DONE, FAILURES, LEFT, USAGE
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import short_duration, short_size
 from colotrain.spec.schedulers import job_here
@@ -150,8 +150,8 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     )
     document, _ = summarize(plan, rundir)
     left = sending.close()
-    if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, how_to_resume(plan, rundir))
+    if exit_code in FAILURES:
+        raise failed(exit_code, cause, plan, rundir)
     report_unsent(left, plan, rundir, finished=exit_code == 0)
     return document
 
@@ -264,14 +264,14 @@ def train(
         tell(f"interrupted: {how_to_resume(plan, rundir)}")
         raise
     try:
-        if exit_code == ColotrainError.exit_code and _made_no_step(own_events):
+        if exit_code in FAILURES and _made_no_step(own_events):
             trust.restore_files(before)
             plan = RunPlan.from_json(before.get(rundir.plan_file, plan.to_json()))
         document, view = summarize(plan, rundir)
     except OSError as error:  # the disk is full or read-only, perhaps because of which it failed
         if not cause:
             raise
-        raise ColotrainError(cause, how_to_resume(plan, rundir)) from error
+        raise failed(exit_code, cause, plan, rundir) from error
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := close_smoke_run(document, plan, rundir)):
         tell(line)
@@ -280,11 +280,20 @@ def train(
     if as_json:
         print_json(document)
     report_unsent(sending.close(), plan, rundir, finished=exit_code == 0)
-    if exit_code == ColotrainError.exit_code and plan.smoke:
+    if exit_code in FAILURES and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
-    if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, how_to_resume(plan, rundir))
+    if exit_code in FAILURES:
+        raise failed(exit_code, cause, plan, rundir)
     return exit_code
+
+
+def failed(exit_code: int, cause: str, plan: RunPlan, rundir: RunDir) -> ColotrainError:
+    """Return the error with which a command ends whose launch failed with `exit_code`."""
+    if exit_code == USAGE:
+        return UsageError(
+            cause, f"correct it, as in `colotrain resume {rundir.argument} KEY=VALUE`"
+        )
+    return ColotrainError(cause, how_to_resume(plan, rundir))
 
 
 def _made_no_step(events: EventReader) -> bool:
@@ -332,7 +341,7 @@ def run_helper_node(plan: RunPlan, rundir: RunDir, node: Node, *, console: Conso
     prepare_data(plan, console)
     tell(f"node {node.rank} of {rundir.name}: with node 0 at {node.host}:{node.port}")
     exit_code, cause = (launch_and_resume if plan.smoke else launch)(plan, rundir, node=node)
-    if exit_code == ColotrainError.exit_code:
+    if exit_code in FAILURES:
         raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")
     if exit_code == LEFT:
         cause = f"was left, and the run goes on without this machine: {cause}"

@@ -30,8 +30,13 @@ STOPPED = (PREEMPTED, INTERRUPTED)
 WORST_FIRST = (INTERRUPTED, PREEMPTED, FAILED, USAGE, DOES_NOT_FIT)
 """Order in which a command over several runs chooses its exit code: the first that occurs."""
 
+FAILURES = (FAILED, USAGE)
+"""Exit codes of a launch that failed: with the second, a rank has found the cause in the input."""
+
 WORKER_FINAL = 3
 """Exit code of a worker whose error a restart would only repeat; it is not restarted."""
+WORKER_USAGE = 4
+"""The same, where the error is one of configuration or input."""
 
 
 def signal_name(number: int) -> str:

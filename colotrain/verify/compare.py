@@ -101,6 +101,10 @@ class CaseResult:
     """First difference: its kind, parameter and step; None where there is none."""
     draws: bool = False
     """Whether the model's forward draws random numbers, so that a difference proves nothing."""
+    not_exact: str = ""
+    """Why the reference did not compute in float64; empty where it did."""
+    zero_gradients: int = 0
+    """Number of parameters whose gradient was zero in every step, which prove little."""
 
     @property
     def passed(self) -> bool:
@@ -143,7 +147,16 @@ def compare(
         tolerance=tolerance,
         difference=_explained(check.difference, reference),
         draws=reference.draws,
+        not_exact=reference.not_exact,
+        zero_gradients=_num_zero(reference),
     )
+
+
+def _num_zero(reference: Trajectory) -> int:
+    """Return how many parameters had a gradient in some step, and none but zeros in any."""
+    seen = {name for step in reference.gradients for name in step}
+    moved = (n for step in reference.gradients for n, grad in step.items() if max_abs(grad) > 0)
+    return len(seen.difference(moved))
 
 
 def _explained(difference: str | None, reference: Trajectory) -> str | None:

@@ -29,9 +29,10 @@ from colotrain.data.read.loader import (
     planned_order,
     read_batch,
 )
-from colotrain.dotted import import_target
+from colotrain.dotted import described, import_target
 from colotrain.engine.model.generators import states
 from colotrain.engine.step.loss_trial import MOST_SAMPLES, examine
+from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE, begin_training_
 from colotrain.models.objective import attach_, output_of
@@ -75,6 +76,8 @@ class Trajectory:
     """Why the loss is no mean over targets; empty where it is one, or nothing is known."""
     computed_in: frozenset[torch.dtype] = frozenset()
     """Dtypes of the forward's results with the model in its own dtype, autocast's included."""
+    not_exact: str = ""
+    """Why this is no computation in float64; empty where it is one."""
 
 
 def min_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:
@@ -87,13 +90,17 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
     """Train the plan's model for `steps` steps in this process.
 
     Values are in the model's own dtypes. A model that cannot run in float64 (its forward makes
-    float32 tensors, say) runs as it is.
+    float32 tensors, say) runs as it is. `ColotrainError` where it does not run at all.
     """
-    plain = _train(plan, steps=steps, dtype=None)
+    try:
+        plain = _train(plan, steps=steps, dtype=None)
+    except Exception as error:
+        problem = f"the reference, one process of plain torch, failed: {described(error)}"
+        raise ColotrainError(problem, "correct the model") from error
     try:
         exact = _train(plan, steps=steps, dtype=torch.float64)
-    except (RuntimeError, TypeError, ValueError):
-        return plain
+    except Exception as error:
+        return replace(plain, not_exact=described(error))
     rounding = {
         "gradients": list(map(_distances, exact.gradients, plain.gradients)),
         "parameters": list(map(_distances, exact.parameters, plain.parameters)),

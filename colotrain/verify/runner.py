@@ -99,10 +99,12 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
     if exit_code in STOPPED:
         raise KeyboardInterrupt
     if exit_code:
-        raise WorkersFailed(
-            f"the workers of the verification ended early: {cause}",
-            f"its files are in {rundir.path}",
-        )
+        trained, fix = plans[min(finished, len(plans) - 1)], f"its files are in {rundir.path}"
+        where = f"{trained.plugin.name}, accumulation {trained.batch.accumulation_steps}"
+        if num := len(trained.freeze.patterns):
+            where += f", frozen by {num} pattern{'s' * (num > 1)}"
+            fix = f"--freeze none leaves out what verify itself freezes; {fix}"
+        raise WorkersFailed(f"the workers of the verification ended early ({where}): {cause}", fix)
 
 
 def _without_copies(plan: RunPlan) -> RunPlan:

@@ -121,7 +121,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_also_across_a_resume(
     rows = colotrain("checkpoints", "best", "--json").json
     assert {row["step"]: row["best"] for row in rows} == {16: False, 6: True}
     wrong = colotrain("run", *words, "name=wrong", "checkpoint.best.metric=bleu")
-    assert wrong.code == 1
+    assert wrong.code == 2
     assert "checkpoint.best.metric=bleu: the evaluation has no such value" in wrong.err
     assert "name one of validation_loss, accuracy, recall, score" in wrong.err
 

@@ -143,3 +143,66 @@ def test_bad_options_are_one_line_each(colotrain: Colotrain) -> None:
     assert result.err.splitlines() == [
         "error: --plugins=zero4: expected a plugin; did you mean zero3 or zero2 or zero1?"
     ]
+
+
+WEAK = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        self.look()
+        return {"loss": ((self.out(self.hidden(x).tanh()) - y) ** 2).mean()}
+
+    def look(self):
+        pass
+
+
+class Asserts(Net):
+    def look(self):
+        assert self.out.weight.dtype == torch.float32, "float32 alone"
+
+
+class BeginsWithZeros(Net):
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.out.weight)
+
+
+class Toggles(Net):
+    def look(self):
+        if not self.hidden.weight.requires_grad:
+            raise KeyError("frozen by somebody else")
+
+
+def samples():
+    drawn = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=drawn), "y": torch.ones(1)} for _ in range(64)]
+"""
+
+
+def test_what_weakens_a_comparison_or_ends_it_is_told(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "weak.py").write_text(WEAK)
+    words = ("data.target=weak:samples", "train.micro_batch=4", "train.max_steps=1", "optim.lr=0.1")
+    words += ("cluster.procs_per_node=2", "--plugins", "zero2", "--accumulation", "4")
+    words += ("--steps", "1")
+    exact = colotrain("verify", "model.target=weak:Net", *words, "--freeze", "none")
+    assert exact.code == 0
+    assert "note:" not in exact.err
+    asserts = colotrain("verify", "model.target=weak:Asserts", *words, "--freeze", "none")
+    assert asserts.code == 0
+    assert "in float64 the model fails (AssertionError: float32 alone (weak.py:" in asserts.err
+    zeros = colotrain("verify", "model.target=weak:BeginsWithZeros", *words, "--json")
+    assert zeros.code == 0
+    assert "note: 2 parameters had gradients of zeros alone" in zeros.err
+    assert [case["zero_gradients"] for case in zeros.json["cases"]] == [2, 1, 1]
+    toggles = colotrain("verify", "model.target=weak:Toggles", *words)
+    assert toggles.code == 1
+    assert "(zero2, accumulation 4, frozen by 1 pattern): rank" in toggles.err
+    assert "--freeze none leaves out what verify itself freezes" in toggles.err
+    assert colotrain("verify", "model.target=weak:Toggles", *words, "--freeze", "none").code == 0

@@ -19,6 +19,7 @@ from colotrain.engine.state.manifest import (
     read_manifest,
     write_manifest,
 )
+from colotrain.errors import ColotrainError
 from colotrain.rundir import RunDir
 from colotrain.runs.fetching import (
     fetch_if_address,
@@ -99,6 +100,31 @@ def test_a_checkpoint_names_its_own_files_alone(
     assert steps(runs_dir) == []
     assert SECRET.encode() not in b"".join(sent(runs_dir).values())
     assert "is not sent" in warnings(rundir)[0]
+
+
+def test_a_checkpoint_larger_than_the_disk_or_than_its_manifest_says_is_not_fetched(
+    runs_dir: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rundir = made("here", runs_dir)
+    for step in (4, 8):
+        save(rundir, step)
+        send(rundir, runs_dir)
+    fetched, fetch = list[str](), Store.fetch
+    noted = lambda self, name, to: fetched.append(name) or fetch(self, name, to)  # noqa: E731
+    monkeypatch.setattr(Store, "fetch", noted)
+    file = tmp_path / "store/one/checkpoints/step-00000008/b.distcp"
+    os.truncate(file, 1 << 43)
+    with pytest.raises(ColotrainError, match=r"runs/one: 8,796,.* bytes are needed and"):
+        fetch_to_resume(RunDir("runs/one"), runs_dir)
+    assert not fetched
+    os.truncate(file, 1 << 20)
+    fetch_to_resume(RunDir("runs/one"), runs_dir)
+    told = capsys.readouterr().err
+    assert "step-00000008/b.distcp: is not there with its" in told
+    assert {name.split("/")[1] for name in fetched} == {"step-00000004"}
 
 
 def test_a_plan_of_somebody_else_names_no_store(
@@ -297,17 +323,32 @@ def test_what_a_killed_sender_left_goes_once_the_file_is_sent(
 def test_a_foreign_plan_does_not_name_the_run_that_is_written_over(
     runs_dir: str,  # noqa: F811
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     send(made("own", runs_dir, "prod"), runs_dir)
     send(made("theirs", runs_dir, "ev"), runs_dir)
     plan = tmp_path / "store/ev/plan.json"
     plan.write_text(plan.read_text().replace('"name": "ev"', '"name": "prod"'))
     before = (tmp_path / "store/prod/plan.json").read_bytes()
-    assert guarded(["resume", f"{runs_dir}/ev", "--trust-code"]) == 2
-    assert "plan.json: name=prod: expected ev; a run with a store has" in capsys.readouterr().err
+    fetched = RunDir(f"runs/{fetch_if_address(f'{runs_dir}/ev')}")
+    assert fetched.plan().name == "prod"
+    fetch_to_resume(fetched, runs_dir)
+    save(fetched, 4)
+    send(fetched, runs_dir)
     assert (tmp_path / "store/prod/plan.json").read_bytes() == before
-    assert address_of(RunDir("runs/ev").plan(), RunDir("runs/ev")) == f"{runs_dir}/ev"
+    assert not (tmp_path / "store/prod/checkpoints/step-00000004").exists()
+    assert (tmp_path / "store/ev/checkpoints/step-00000004").is_dir()
+    assert address_of(fetched.plan(), fetched) == f"{runs_dir}/ev"
+
+
+def test_a_renamed_run_is_sent_under_its_new_name(runs_dir: str, tmp_path: Path) -> None:  # noqa: F811
+    former = made("own", runs_dir, "former")
+    send(former, runs_dir)
+    before = (tmp_path / "store/former/plan.json").stat()
+    renamed = RunDir(former.path.rename(former.path.with_name("renamed")))
+    fetch_to_resume(renamed, runs_dir)
+    send(renamed, runs_dir)
+    assert (tmp_path / "store/renamed/plan.json").is_file()
+    assert (tmp_path / "store/former/plan.json").stat() == before
 
 
 def test_nothing_is_sent_over_a_plan_that_was_neither_sent_nor_fetched(runs_dir: str) -> None:  # noqa: F811

@@ -40,7 +40,7 @@ from colotrain.engine.sharding.sharded_model import (
 from colotrain.engine.sharding.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.sharding.tensor_parallel import TensorGroup, divide_parameters_among_ranks_
 from colotrain.engine.sharding.transport import Transport, install
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.models.loading import begin_training_
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir
@@ -158,7 +158,7 @@ def keep_stage(build: Build) -> None:
     sequence = from_plain(BlockSequence, exchange.broadcast(found))
     if sequence.against or sum(mesh.pp_split) != len(sequence.blocks):
         problem = sequence.against or f"it has {len(sequence.blocks)} blocks, not {mesh.pp_split}"
-        raise ColotrainError(f"mesh.pp={mesh.pp}: {plan.model.value}: {problem}", "set mesh.pp=1")
+        raise UsageError(f"mesh.pp={mesh.pp}: {plan.model.value}: {problem}", "set mesh.pp=1")
     build.stage = keep_stage_(
         model,
         sequence,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colotrain.dotted import import_target
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.records import from_plain
 from colotrain.spec.plan import OptimPlan, RunPlan
 
@@ -17,7 +17,7 @@ def own_factor(dotted: str, step: int, max_steps: int) -> float:
     """Return what a schedule of the user's own says of a step; `ColotrainError` if not finite."""
     factor = float(_imported(dotted)(step, max_steps))
     if not math.isfinite(factor) or factor < 0:
-        raise ColotrainError(
+        raise UsageError(
             f"optim.schedule.name={dotted}: of step {step} it returned {factor:g}",
             "return a factor of 0 or more",
         )

@@ -23,7 +23,7 @@ from colotrain.engine.optim.parameter_settings import ParameterSettings, setting
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -148,7 +148,7 @@ class ShardOptimizer:
         """Update once with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
         if self.streams and self.plan.name not in OPTIMIZERS:
-            raise ColotrainError(
+            raise UsageError(
                 f"optim.name={self.plan.name}: its state cannot be streamed from host or disk",
                 f"give plugin.budget more room, or choose one of {', '.join(OPTIMIZERS)}",
             )
@@ -190,7 +190,7 @@ class ShardOptimizer:
         except (RuntimeError, NotImplementedError) as error:
             if self.plan.name in OPTIMIZERS:
                 raise
-            raise ColotrainError(
+            raise UsageError(
                 f"optim.name={self.plan.name}: it cannot update sharded parameters ({error})",
                 f"use operations that DTensors have, or one of {', '.join(OPTIMIZERS)}",
             ) from error
@@ -281,7 +281,7 @@ class ShardOptimizer:
         own = set(self.stepped.values())
         foreign = [key for key in self.torch.state if key not in own]
         if foreign:
-            raise ColotrainError(
+            raise UsageError(
                 f"optim.name={self.plan.name}: its state has a key of type "
                 f"{type(foreign[0]).__name__}, which no checkpoint can hold",
                 "keep state by parameter or in parameter groups, or set checkpoint.every=0",
@@ -293,7 +293,7 @@ class ShardOptimizer:
         parameter = self.parameters[name]
         found = _like(parameter, value) if of_shards and not shared else to_checkpoint_layout(value)
         if found is None:
-            raise ColotrainError(
+            raise UsageError(
                 f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
                 f"{type(value).__name__} that no checkpoint can hold",
                 "keep tensors of the parameter's shape, or whole ones, or set checkpoint.every=0",
@@ -430,7 +430,7 @@ def updating_in_place(
     for n, grad in grads.items():
         update = lr * grad.flatten()[:LOOKED_AT].abs()
         if bool((update > VISIBLE * (before[n].abs() + VISIBLE)).any()):
-            raise ColotrainError(
+            raise UsageError(
                 f"optim.name={name}: its first step changed no parameter",
                 "update parameters in place, as p.add_() and p.copy_() do: what is assigned to "
                 "p.data does not reach a sharded parameter",

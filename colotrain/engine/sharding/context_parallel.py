@@ -10,7 +10,7 @@ from torch import nn
 from colotrain.engine.comms.all_gather import Channel
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.comms.shared_memory import Unavailable
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.models.context_parallel import (
     ATTRIBUTE,
     Collective,
@@ -30,7 +30,7 @@ def divide_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> None:
     if (size := comms.ranks.size(CP)) == 1:
         return
     if not hasattr(model, ATTRIBUTE):
-        raise ColotrainError(
+        raise UsageError(
             f"mesh.cp={size}: {plan.model.value} cannot divide the tokens of a sample among ranks",
             "set mesh.cp=1",
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.sharding.context_parallel import collectives_of
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import (
     apply_styles_,
@@ -64,7 +64,7 @@ def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Group
         return TensorGroup()
     how = own_divisions(model, plan.model)
     if how is None:
-        raise ColotrainError(
+        raise UsageError(
             f"mesh.tp={size}: {plan.model.value} cannot divide its matrices among ranks",
             "set mesh.tp=1",
         )

@@ -13,7 +13,7 @@ from colotrain.engine.state.dcp_json import read_index
 from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
 from colotrain.engine.state.memory_copy import Copied
 from colotrain.engine.state.whole_copy import WholeCopy
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -71,7 +71,7 @@ def choose_checkpoint(
     where = where_to_resume(plan, rundir)
     resumed = choose(where, events)
     if resumed is None and where != rundir.checkpoints:
-        raise ColotrainError(
+        raise UsageError(
             f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
             "give a run or a checkpoint folder that does",
         )

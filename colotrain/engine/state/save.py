@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from colotrain.engine.comms.notes import Notes
-from colotrain.engine.state.dcp_json import INDEX, describe, join
+from colotrain.engine.state.dcp_json import INDEX, MOST_OF_INDEX, describe, join
 from colotrain.engine.state.manifest import (
     FileEntry,
     Manifest,
@@ -133,7 +133,10 @@ class Save:
             described = [self._part(rank) for rank in range(dist.get_world_size())]
             parts = [json.loads(path.read_text("utf-8")) for path in described]
             index = self.temporary / INDEX
-            write_atomically(index, json.dumps(join([part["tensors"] for part in parts])))
+            text = json.dumps(join([part["tensors"] for part in parts]))
+            if len(text) > MOST_OF_INDEX:
+                return f"rank 0: {index}: {len(text):,} bytes, of which {MOST_OF_INDEX:,} are read"
+            write_atomically(index, text)
             for path in described:
                 path.unlink()
             files = {n: FileEntry(**entry) for part in parts for n, entry in part["files"].items()}

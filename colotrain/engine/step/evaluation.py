@@ -26,7 +26,7 @@ from colotrain.engine.step.loss_trial import sums_tokens
 from colotrain.engine.step.monitor import interruptible
 from colotrain.engine.step.participant import Participant, StepResult
 from colotrain.engine.step.text_samples import write_samples
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone
 from colotrain.models.outputs import TargetRule, means_in, metrics_in
@@ -243,7 +243,7 @@ def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
     if metric is None:
         return False
     if metric not in found:
-        raise ColotrainError(
+        raise UsageError(
             f"checkpoint.best.metric={metric}: the evaluation has no such value",
             f"name one of {', '.join(found)}",
         )
@@ -282,11 +282,11 @@ def _is_mean(together: float, values: list[float], weights: list[float]) -> bool
 
 
 def _checked(found: Any, dotted: str | None) -> dict[str, Any]:
-    """Return what `train.metrics` returned, but the loss's name; `ColotrainError` for no dict."""
+    """Return what `train.metrics` returned, but the loss's name; `UsageError` for no dict."""
     numbers = metrics_in(found, torch.ones(()))
     if not isinstance(found, Mapping) or {n for n, *_ in numbers} != {*found} or RESERVED in found:
         shown = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-        raise ColotrainError(
+        raise UsageError(
             f"train.metrics={dotted} returned {shown}",
             "return a dict of names and numbers, each (sum, count) or a mean over the targets, "
             f"none of them called loss or {RESERVED}",
@@ -316,7 +316,7 @@ def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
     if rule is None or rule.metric is None:
         return
     if rule.metric not in found:
-        raise ColotrainError(
+        raise UsageError(
             f"train.stop_early.metric={rule.metric}: the evaluation has no such value",
             f"name one of {', '.join(found)}",
         )

@@ -30,7 +30,7 @@ from colotrain.events.log import EventWriter
 from colotrain.rundir import NOISE
 from colotrain.spec.axes import SAMPLES
 from colotrain.spec.batch import is_due
-from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
+from colotrain.spec.exit_codes import FAILED, USAGE, WORKER_FINAL, WORKER_USAGE
 from colotrain.spec.phases import Phase
 
 FIX_MEMORY = (
@@ -243,4 +243,6 @@ def record_failure(
     failure = Failure(phase=phase, step=step, stage=stage, error=told, traceback=traceback_text)
     events.write(failure)
     sys.stderr.write(text)
-    return WORKER_FINAL if isinstance(error, ColotrainError) else FAILED
+    if not isinstance(error, ColotrainError):
+        return FAILED
+    return WORKER_USAGE if error.exit_code == USAGE else WORKER_FINAL

@@ -30,7 +30,7 @@ from colotrain.dotted import new_python
 from colotrain.errors import UsageError
 from colotrain.parent_process import die_with
 from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
-from colotrain.spec.exit_codes import WORKER_FINAL, signal_name
+from colotrain.spec.exit_codes import WORKER_USAGE, signal_name
 
 FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -237,7 +237,7 @@ def work(
         code = importlib.import_module(module).main(rundir, *digests)
     except UsageError as error:
         sys.stderr.write("\n".join(error.lines()) + "\n")
-        code = WORKER_FINAL
+        code = WORKER_USAGE
     except BaseException:
         traceback.print_exc()
         code = 1
