@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from colotrain.current_folder import holder_of
-from colotrain.errors import ConfigError, Problem, message_of, suggest
+from colotrain.errors import ColotrainError, ConfigError, Problem, message_of, suggest
 from colotrain.user_modules import install, is_users
 
 FORM = "`package.module:callable`"
@@ -87,9 +87,13 @@ def new_python() -> list[str]:
 
 
 def described(error: BaseException) -> str:
-    """Describe an error and its line in the user's code: `KeyError: 'x' (model.py:12)`."""
-    line = users_line(error)
-    return f"{type(error).__name__}: {message_of(error)}{f' ({line})' if line else ''}"
+    """Describe an error and its line in the user's code: `KeyError: 'x' (model.py:12)`.
+
+    One that is for the user has no name of a class.
+    """
+    line, own = users_line(error), isinstance(error, ColotrainError)
+    kind = "" if own else f"{type(error).__name__}: "
+    return f"{kind}{message_of(error)}{f' ({line})' if line else ''}"
 
 
 def users_line(error: BaseException) -> str:

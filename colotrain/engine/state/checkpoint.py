@@ -30,7 +30,7 @@ from colotrain.engine.state.manifest import (
 from colotrain.engine.state.pieces import own_name, parts_of, pieces_of, tensors_of, unchanged
 from colotrain.engine.state.plain_state import PLAIN
 from colotrain.engine.state.run_state import Run
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
@@ -185,7 +185,7 @@ def fill(
         if name.removeprefix(PLAIN).startswith("model.") and name not in stored
     ]
     if missing:
-        raise ColotrainError(
+        raise UsageError(
             f"{path}: holds no {missing[0]} ({len(missing)} missing)",
             "resume with the model that the checkpoint was made from",
         )
@@ -284,7 +284,7 @@ def _without_skipped(
     """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike."""
     spared = {f"model.{name}" for name in manifest.left_out}
     if spared and manifest.began_with != began_with(run):
-        raise ColotrainError(
+        raise UsageError(
             f"{path}: holds only what trained, of a run that began with another model",
             "resume with the model, its arguments and the seed that it was made from",
         )

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.state.shard_file import Piece, Written
-from colotrain.errors import ColotrainError, fix_of
+from colotrain.errors import ColotrainError, UsageError, fix_of
 from colotrain.rundir import open_inside, read_json
 
 INDEX = "index.json"
@@ -242,8 +242,17 @@ class Target(Tensor):
 def load(tensors: Mapping[str, Tensor], parts: Mapping[str, Part], index: Metadata) -> None:
     """Fill `tensors`, which are these parts of whole ones, from a checkpoint with this index.
 
-    All ranks must call. `OSError` on all of them where one cannot read.
+    All ranks must call. `OSError` on all of them where one cannot read, and `UsageError` where the
+    index has another shape.
     """
+    for name, part in parts.items():
+        stored: Any = index.state_dict_metadata[name]
+        if part.whole != (shape := tuple(stored.size)):
+            own, _, key = name.partition(".")
+            raise UsageError(
+                f"{key if own == 'model' else name}: {part.whole} here, {shape} in the checkpoint",
+                "resume with the model that the checkpoint was made from",
+            )
     state: dict[str, Any] = {
         name: Target.of(local_part(tensor), parts[name]) if parts[name].divided else tensor
         for name, tensor in tensors.items()
