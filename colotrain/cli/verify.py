@@ -262,7 +262,7 @@ def _notes(results: Sequence[CaseResult]) -> Iterator[str]:
     """Say what makes a comparison weaker than it seems."""
     if why := next((result.not_exact for result in results if result.not_exact), ""):
         yield f"the reference is less exact: in float64 the model fails ({why})"
-    if zeros := max(result.zero_gradients for result in results):
+    if zeros := max((result.zero_gradients for result in results), default=0):
         yield (
             f"{zeros} parameters had gradients of zeros alone, as those before a layer that begins "
             "with zeros, which prove little: compare more --steps"

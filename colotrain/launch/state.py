@@ -125,9 +125,9 @@ class Launch:
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether a rank of the newest attempt has found an error of configuration or input."""
+        """Whether a rank found an error of configuration or input before the first step."""
         exits = [*self.exits, *self.exits_elsewhere()]
-        return any(x.exit_code == WORKER_USAGE for x in exits)
+        return not self.progressed and any(x.exit_code == WORKER_USAGE for x in exits)
 
     def exits_elsewhere(self) -> list[kinds.WorkerExit]:
         """Return the exits of the newest round's workers on other nodes, whatever their clocks."""
