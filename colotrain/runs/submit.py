@@ -19,7 +19,7 @@ from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, trust
 from colotrain.runs.naming import check_job, check_name
 from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, resolve_config
-from colotrain.runs.sweep import Element, elements_of, named, write_sweep
+from colotrain.runs.sweep import Element, elements_of, of_each, write_sweep
 from colotrain.schedulers.commands import NotInstalled
 from colotrain.schedulers.job import Job, Submitted
 from colotrain.schedulers.registry import remember, scheduler_or_default
@@ -76,10 +76,7 @@ def submit_sweep(
 ) -> int:
     """Submit a job array, with a run for every combination of comma-separated values."""
     elements = elements_of(overrides)
-    configs: list[ResolvedConfig] = []
-    for element in elements:
-        with named(element):
-            configs.append(resolve_job(element.overrides))
+    configs = of_each(elements, lambda element: resolve_job(element.overrides))
     scheduler = scheduler_or_default(configs[0].config)
     if not scheduler.has_arrays:
         problem = f"--sweep: {scheduler.label} has no job arrays"
@@ -90,9 +87,8 @@ def submit_sweep(
     check_one_section(configs)
     print_notes(*configs, warnings=True)
     runs = {RunDir(RUNS / resolved.plan.name): resolved for resolved in configs}
-    for element, (rundir, resolved) in zip(elements, runs.items(), strict=True):
-        with named(element):
-            check_run(rundir, resolved, force=force, overwrite=overwrite)
+    to_check = iter(runs.items())
+    of_each(elements, lambda _: check_run(*next(to_check), force=force, overwrite=overwrite))
     folder, first = RunDir(RUNS / elements[0].sweep), configs[0]
     job = job_of(runs, first, name=folder.name, logs=folder.logs)
     job = replace(job, is_array=True, max_parallel=max_parallel)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from colotrain.errors import ColotrainError, ConfigError, UsageError, suggest
+from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError, suggest
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, read_json, run_name
 from colotrain.spec.exit_codes import DONE, STOPPED, WORST_FIRST
 
 MOST_ELEMENTS = 1000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +59,42 @@ def elements_of(overrides: list[str]) -> list[Element]:
     ]
 
 
-@contextmanager
-def named(element: Element) -> Iterator[None]:
-    """Add the combination of `element` to errors raised in the block."""
-    chosen = f"with {' '.join(f'{key}={value}' for key, value in element.chosen.items())}: "
-    try:
-        yield
-    except ConfigError as error:
-        problems = [replace(problem, key=chosen + problem.key) for problem in error.problems]
-        raise ConfigError(problems) from error
-    except ColotrainError as error:
-        raise type(error)(chosen + error.problem, error.fix) from error
+def of_each(elements: Sequence[Element], look: Callable[[Element], T]) -> list[T]:
+    """Return what `look` returns for each element; raise the errors of all."""
+    found: list[T] = []
+    having: dict[str, list[Element]] = {}
+    problems: dict[str, Problem] = {}
+    for element in elements:
+        try:
+            found.append(look(element))
+        except ConfigError as error:
+            for problem in error.problems:
+                problems[str(problem)] = problem
+                having.setdefault(str(problem), []).append(element)
+        except ColotrainError as error:
+            raise type(error)(_with(element.chosen.items()) + error.problem, error.fix) from error
+    if problems:
+        raise ConfigError(
+            [
+                replace(problem, key=_with(chosen) + problem.key)
+                for text, problem in problems.items()
+                for chosen in _what_have(having[text], elements)
+            ]
+        )
+    return found
+
+
+def _what_have(some: list[Element], elements: Sequence[Element]) -> list[list[tuple[str, str]]]:
+    """Return the choices that `some` of all elements have alone, or each one's whole choice."""
+    every = [list(element.chosen.items()) for element in some]
+    common = [item for item in every[0] if all(item in chosen for chosen in every)]
+    alike = [e for e in elements if all(item in e.chosen.items() for item in common)]
+    return [common] if alike == some else every
+
+
+def _with(chosen: Iterable[tuple[str, str]]) -> str:
+    text = " ".join(f"{key}={value}" for key, value in chosen)
+    return f"with {text}: " if text else ""
 
 
 def write_sweep(folder: RunDir, elements: list[Element]) -> None:
@@ -105,14 +130,15 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
     from colotrain.runs.start import run
     from colotrain.show.console import print_json
 
+    def look(element: Element) -> None:
+        made = resolve_config(element.overrides)
+        rundir = RunDir(RUNS / made.plan.name)
+        if not overwrite:
+            check_name(rundir, made.plan, made.config)
+        check_named(made.plan, rundir, overwrite=overwrite)
+
     elements = elements_of(overrides)
-    for element in elements:  # all are checked before the first one runs
-        with named(element):
-            made = resolve_config(element.overrides)
-            rundir = RunDir(RUNS / made.plan.name)
-            if not overwrite:
-                check_name(rundir, made.plan, made.config)
-            check_named(made.plan, rundir, overwrite=overwrite)
+    of_each(elements, look)  # before the first one runs
     write_sweep(RunDir(RUNS / elements[0].sweep), elements)
     codes: dict[str, int] = {}
     for element in elements:

@@ -20,7 +20,13 @@ def test_a_sweep_runs_every_combination_and_lists_the_best_first(colotrain: Colo
 
 
 def test_a_sweep_is_looked_at_as_a_whole_before_it_begins(colotrain: Colotrain) -> None:
-    result = colotrain("run", "--sweep", *SMALL, "plugin=zero1,zero9", "name=odd")
+    words = ("plugin=zero1,zero9", "train.seed=1,-2", "optim.nesterov=1", "name=odd")
+    result = colotrain("run", "--sweep", *SMALL, *words)
     assert result.code == 2
-    assert "zero9" in result.err
+    told = [line.partition(" expected ")[0] for line in result.err.splitlines()]
+    assert told == [
+        "error: optim.nesterov=1:",
+        "error: with train.seed=-2: train.seed=-2:",
+        "error: with plugin=zero9: plugin=zero9:",
+    ]
     assert not (colotrain.cwd / "runs").exists()
