@@ -11,7 +11,7 @@ from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weig
 from colotrain.audit.evidence import Evidence, RankEvidence, sketches
 from colotrain.audit.ratios import Sketch, norm
 from colotrain.audit.scale_checks import local_norms, scale_checks
-from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unknown, wrong
+from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unknown, wrong
 
 SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
 
@@ -19,8 +19,11 @@ SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
 def check(evidence: Evidence) -> list[Verdict]:
     """Return the verdict of every check, in the order of `CHECKS`."""
     if not evidence.ranks:
+        by_hand = [remark for remark in evidence.remarks if remark.what == "no step"]
         why = "no Python process of the command made an optimizer step that could be observed"
-        return [unknown(name, why) for name in CHECKS]
+        if by_hand:
+            return [unchecked(name, by_hand[0].text, by_hand[0].site) for name in CHECKS]
+        return [unchecked(name, why) for name in CHECKS]
     compared = compared_steps(evidence)
     found = [
         steps(evidence),
@@ -47,12 +50,12 @@ def steps(evidence: Evidence) -> Verdict:
     """Count steps and the micro-batches in each."""
     name, own = "steps", evidence.first
     if why := has_several(evidence):
-        return unknown(name, why)
+        return unchecked(name, why)
     for rank in evidence.ranks:
         for step in rank.steps:
             if step.unseen and not step.backwards:
                 why = f"the gradients of step {step.step} are of no backward that was seen"
-                return unknown(name, why, step.site)
+                return unchecked(name, why, step.site)
             if not step.backwards and not step.closure_calls:
                 text = f"step {step.step} has no backward before it: step() is called too often"
                 return wrong(name, text, step.site, step=step.step)
@@ -71,7 +74,8 @@ def ranks(evidence: Evidence) -> Verdict:
     """Compare the ranks' numbers of steps and of micro-batches."""
     name = "ranks"
     if not evidence.has_all_ranks:
-        return unknown(name, f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed")
+        why = f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed"
+        return unchecked(name, why)
     if evidence.world_size == 1:
         return ok(name, "one process")
     lengths = [len(rank.steps) for rank in evidence.ranks]
@@ -103,7 +107,7 @@ def zeroing(evidence: Evidence) -> Verdict:
     """Look for gradients that are zeroed before the step, or stay after it."""
     name, known = "zeroing", False
     if why := has_several(evidence):
-        return unknown(name, why)
+        return unchecked(name, why)
     aside = any(step.set_aside for rank in evidence.ranks for step in rank.steps)
     for rank in evidence.ranks:
         for step in rank.steps:
@@ -116,7 +120,9 @@ def zeroing(evidence: Evidence) -> Verdict:
             known = known or step.stale is not None or step.zero_calls > 0
     if known:
         return ok(name, "between each step and the next backward")
-    return unknown(name, "fewer than two steps, or an engine that keeps gradients itself")
+    if evidence.first.engine is not None:
+        return ok(name, "by the engine, which keeps gradients itself")
+    return unchecked(name, "no backward was seen after a step")
 
 
 def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
@@ -141,7 +147,7 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
     if not every:
         return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
     if several:
-        return unknown(name, several, every[0][1]["site"])
+        return unchecked(name, several, every[0][1]["site"])
     for step, details in evidence.first.steps_with_details():
         if details.unclipped:
             num, sites = len(details.unclipped), [clip["site"] for clip in step.clips]
@@ -153,12 +159,12 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
 
 def scheduler(evidence: Evidence) -> Verdict:
     name, own = "scheduler", evidence.first
-    if why := has_several(evidence):
-        return unknown(name, why)
     calls = [step.scheduler_steps for step in own.steps]
     where = next((step.scheduler_at for step in own.steps if step.scheduler_steps), [])
     if not sum(calls):
         return ok(name, "no scheduler made a step")
+    if why := has_several(evidence):
+        return unchecked(name, why, where)
     text = f"{sum(calls)} scheduler steps before {len(calls)} optimizer steps"
     if max(calls) > 1 and "accelerate" in str(where):
         why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
@@ -183,7 +189,7 @@ def between_ranks(evidence: Evidence, compared: list[ComparedStep]) -> Iterator[
         return
     if not compared or not evidence.has_all_ranks:
         why = f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed"
-        yield from (unknown(name, why) for name in ("weights", "data", "dropout"))
+        yield from (unchecked(name, why) for name in ("weights", "data", "dropout"))
         return
     yield weights(evidence, compared)
     yield data(compared)
@@ -221,7 +227,7 @@ def shards(evidence: Evidence) -> Verdict:
         return wrong(name, text + named([key.partition(":")[2] for key in kept]), first.site)
     if differ and first.kept is None:
         why = "ranks made shards of different weights; whether others were loaded is not known"
-        return unknown(name, why, first.site)
+        return unchecked(name, why, first.site)
     return ok(name, "sharded: there is one copy")
 
 
@@ -232,7 +238,7 @@ def data(compared: list[ComparedStep]) -> Verdict:
             total += all(inputs)
             same += all(inputs) and len(set(inputs)) < len(inputs)
     if not total:
-        return unknown(name, "the model's inputs are no tensors")
+        return unchecked(name, "the model's inputs are no tensors")
     if same == total:
         return wrong(name, f"ranks have equal inputs in all {total} forwards compared")
     if same:
@@ -250,7 +256,7 @@ def dropout(compared: list[ComparedStep]) -> Verdict:
         for states in zip(*(own.random for own in each.details), strict=False)
     ]
     if not pairs:
-        return unknown(name, "no forward was looked into")
+        return unchecked(name, "no forward was looked into")
     if all(len(set(states)) < len(states) for states in pairs):
         return wrong(name, f"ranks draw the same masks in all {len(pairs)} forwards compared")
     return ok(name, f"generators differ in {len(pairs)} forwards compared")
@@ -269,13 +275,13 @@ def parameters(evidence: Evidence) -> Verdict:
     """Compare the model's parameters with the optimizers', and look for idle ones."""
     name, own = "parameters", evidence.first
     if not own.members:
-        return unknown(name, "no step was looked into")
+        return unchecked(name, "no step was looked into")
     last = own.members[-1]
     if not last.trainable and not last.frozen:
-        return unknown(name, "no module whose parameters are known ran")
+        return unchecked(name, "no module whose parameters are known ran")
     if last.copies and last.missing:
         why = f"the optimizer has {last.foreign} parameters that the script gives gradients to"
-        return unknown(name, f"{why}: copies?", last.made_at)
+        return unchecked(name, f"{why}: copies?", last.made_at)
     if last.foreign and last.missing:
         text = f"the optimizer has {last.foreign} parameters of another model: "
         return wrong(name, f"{text}{named(last.missing)} are in none", last.made_at)

@@ -123,6 +123,8 @@ class Observer:
     def backward(self, losses: Any, *, plain: bool) -> None:
         """Before a call of backward, which is `plain` if it has one loss and no other arguments."""
         self.backward_at = here()
+        if not self.backwards and self.report is None:
+            atexit.register(self.end, os.getpid())
         self.backwards += 1
         if self.window.is_closed:
             return
@@ -263,7 +265,8 @@ class Observer:
             self.write(self.report.begin(self.roots))
             if (sharding := self.shards.event()) is not None:
                 self.write(sharding)
-            atexit.register(self.end, os.getpid())
+            if not self.backwards:
+                atexit.register(self.end, os.getpid())
 
     def stepping_in_backward(self, optimizer: Any) -> None:
         """An optimizer steps in a hook of a backward: all of that backward count as one step."""
@@ -384,6 +387,9 @@ class Observer:
                 failed=hasattr(sys, "last_value"),
             )
             self.write(end)
+            if self.report is None:
+                text = f"{self.backwards} backwards and no step of an optimizer: updates by hand?"
+                self.remark("no step", text, self.backward_at)
 
     def finish(self) -> None:
         """End the script after the last step that was asked for."""

@@ -162,7 +162,7 @@ class Remark(EventKind):
     """Something that one process noticed once."""
 
     what: str
-    """reentrant, hook, failure, sync, static_graph, limit."""
+    """reentrant, failure, skipped, limit, or no step."""
     text: str
     site: list[str]
 

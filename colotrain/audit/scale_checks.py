@@ -11,7 +11,7 @@ from colotrain.audit.evidence import Evidence, sketches
 from colotrain.audit.ratios import CLOSE, Sketch, near, norm, ratio
 from colotrain.audit.records import Details
 from colotrain.audit.sites import Site
-from colotrain.audit.verdicts import Verdict, named, ok, unknown, wrong
+from colotrain.audit.verdicts import Verdict, named, ok, unchecked, unknown, wrong
 
 NAMED_SO = re.compile(r"accum|micro|grad_acc", re.IGNORECASE)
 """A line that divides a loss by such a name does so for accumulation."""
@@ -42,11 +42,11 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
     """Compare the steps that were looked into with their references."""
     if why := why_not(evidence, compared):
         names = ("accumulation", "gradient", "targets")
-        return [*(unknown(name, why) for name in names), update(compared, None)]
+        return [*(unchecked(name, why) for name in names), update(compared, None)]
     usable = [each for each in compared if not any(d.why_not for d in each.details)]
     gradient_verdict = _worst([gradient(each) for each in usable])
     if gradient_verdict.outcome == "wrong" and averages_weights(compared):
-        gradient_verdict = unknown("gradient", AVERAGED)
+        gradient_verdict = unchecked("gradient", AVERAGED)
     return [
         _worst([accumulation(each) for each in usable]),
         gradient_verdict,
@@ -62,7 +62,7 @@ def loss_scale(each: ComparedStep) -> float:
 
 
 def _worst(found: Sequence[Verdict]) -> Verdict:
-    order = ("wrong", "cannot tell", "ok")
+    order = ("wrong", "not checked", "cannot tell", "ok")
     return min(found, key=lambda verdict: order.index(verdict.outcome))
 
 
@@ -70,11 +70,11 @@ def gradient(each: ComparedStep) -> Verdict:
     """Compare the gradient with the mean of what was backpropagated."""
     name, number, world = "gradient", each.step.step, len(each.details)
     if any(clip.get("scaled") for clip in each.step.clips):
-        return unknown(name, "it was clipped while a GradScaler's scale was on it (see clipping)")
+        return unchecked(name, "it was clipped while a GradScaler's scale was on it (see clipping)")
     if any(0 < clip.get("after", 0) < each.step.backwards for clip in each.step.clips):
-        return unknown(name, "it was clipped between its micro-batches (see clipping)")
+        return unchecked(name, "it was clipped between its micro-batches (see clipping)")
     if local_norms(each) is not None:
-        return unknown(name, "each rank clipped by a norm of its own (see clipping)")
+        return unchecked(name, "each rank clipped by a norm of its own (see clipping)")
     found, wanted = each.gradient(), each.reference("declared")
     lost = [n for n in wanted if n not in found and norm({n: wanted[n]})]
     site = each.step.site
@@ -85,11 +85,11 @@ def gradient(each: ComparedStep) -> Verdict:
         if found:
             text = "all gradients are zero at the step, though backward computed others"
         if not each.step.lost:
-            return unknown(name, f"{text}: the script took it away itself", site)
+            return unchecked(name, f"{text}: the script took it away itself", site)
         return wrong(name, text, each.step.lost_at, site, step=number)
     factor, left = ratio(found, wanted)
     if math.isnan(factor):
-        return unknown(name, "what backward computed is not finite", site)
+        return unchecked(name, "what backward computed is not finite", site)
     if left <= CLOSE and not lost:
         if near(factor, 1.0):
             return ok(name, f"{factor:.4f} of the reference, {len(wanted)} parameters")
@@ -105,7 +105,7 @@ def gradient(each: ComparedStep) -> Verdict:
         elif world > 1 and near(factor, 1 / world):
             text += f": divided by {world} ranks once more than it should be"
         if each.details[0].by_hand and not (world > 1 and near(factor, 1 / world)):
-            return unknown(name, f"{text}: the script changes gradients after backward", site)
+            return unchecked(name, f"{text}: the script changes gradients after backward", site)
         return wrong(name, text, site, step=number)
     return explained(each, found, factor, left, lost)
 
@@ -130,7 +130,7 @@ def explained(
     """Name the known fault that explains a gradient which is no multiple of the reference."""
     name, number, site = "gradient", each.step.step, each.step.site
     if each.step.stale:
-        return unknown(name, "gradients of earlier steps are in it (see zeroing)")
+        return unchecked(name, "gradients of earlier steps are in it (see zeroing)")
     if len(each.details) > 1:
         own = ratio(found, sketches(each.details[0].declared))
         if own[1] <= CLOSE:
@@ -150,9 +150,9 @@ def explained(
     if lost:
         text = f"{len(lost)} parameters lost theirs between backward and step: {named(lost)}"
         if not each.step.lost:
-            return unknown(name, f"{text}; the script took them away itself", site)
+            return unchecked(name, f"{text}; the script took them away itself", site)
         return wrong(name, text, each.step.lost_at, site, step=number)
-    return unknown(
+    return unchecked(
         name, f"it differs from the reference ({factor:.3g} of it, {left:.1e} beside), unexplained"
     )
 
@@ -335,7 +335,7 @@ def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) ->
     """Check that parameters move, and for plain SGD by how much."""
     name = "update"
     if not compared:
-        return unknown(name, "no step was looked into on all ranks")
+        return unchecked(name, "no step was looked into on all ranks")
     each = referenced or compared[0]
     own, change = each.details[0], sketches(each.details[0].change)
     now = {n: v for n, v in sketches(own.gradient).items() if any(change.get(n, ()))} or sketches(
@@ -346,7 +346,7 @@ def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) ->
             text = f"made parameters that are not finite: {named(ruined)}"
             return wrong(name, text, looked_at.step.site, step=looked_at.step.step)
     if not own.lr:
-        return unknown(name, "the learning rate is zero or not known")
+        return unchecked(name, "the learning rate is zero or not known")
     computed = {n: v for n, v in sketches(own.declared).items() if n in each.held}
     if (norm(now) or norm(computed)) and not norm(change):
         whose = "there are" if norm(now) else "backward computed"
@@ -356,7 +356,7 @@ def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) ->
         why = f"{each.step.optimizer_name}'s step hardly depends on the gradient's size"
         return ok(name, f"parameters change; by how much is not compared: {why}")
     if not now:
-        return unknown(name, "there are no whole gradients to compare with")
+        return unchecked(name, "there are no whole gradients to compare with")
     clip = each.clip
     rate = -own.lr * own.engine_clip
     factor, left = ratio(change, {n: [rate * v for v in vs] for n, vs in now.items()})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from colotrain.audit.sites import Site
 
-Outcome = Literal["ok", "wrong", "cannot tell"]
+Outcome = Literal["ok", "wrong", "cannot tell", "not checked"]
+"""*Cannot tell*: what was found may be meant. *Not checked*: nothing could be compared."""
 
 CHECKS = {
     "steps": "real optimizer steps, and micro-batches in each",
@@ -57,8 +58,11 @@ def wrong(check: str, text: str, *sites: Site | Sequence[str], step: int | None 
 
 
 def unknown(check: str, why: str, *sites: Site | Sequence[str]) -> Verdict:
-    made = wrong(check, why, *sites)
-    return Verdict(check=check, outcome="cannot tell", text=why, sites=made.sites)
+    return replace(wrong(check, why, *sites), outcome="cannot tell")
+
+
+def unchecked(check: str, why: str, *sites: Site | Sequence[str]) -> Verdict:
+    return replace(wrong(check, why, *sites), outcome="not checked")
 
 
 def named(names: list[str]) -> str:

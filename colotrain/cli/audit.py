@@ -18,12 +18,12 @@ from colotrain.errors import UsageError
 from colotrain.rundir import RunDir
 from colotrain.show.console import print_json, stderr_console
 from colotrain.show.formatting import clean
-from colotrain.spec.exit_codes import DONE, FAILED, INTERRUPTED, UNVERIFIED
+from colotrain.spec.exit_codes import DONE, FAILED, INTERRUPTED, NOT_CHECKED, UNVERIFIED
 
-STYLES = {"ok": "green", "wrong": "bold red", "cannot tell": "yellow"}
+STYLES = {"ok": "green", "wrong": "bold red", "cannot tell": "yellow", "not checked": "bold yellow"}
 
 
-def audit(command: Sequence[str], *, steps: int, name: str, as_json: bool) -> int:
+def audit(command: Sequence[str], *, steps: int, name: str, strict: bool, as_json: bool) -> int:
     """Run the command to its end, and print a verdict for every check on stderr.
 
     The script's stdout stays as it is; with `as_json` it goes to stderr, and the document to
@@ -38,7 +38,7 @@ def audit(command: Sequence[str], *, steps: int, name: str, as_json: bool) -> in
     code = run(command, rundir, steps=steps, stdout=sys.stderr if as_json else None)
     found = evidence(rundir)
     verdicts = check(found)
-    exit_code = exit_code_of(code, verdicts)
+    exit_code = exit_code_of(code, verdicts, strict=strict)
     if as_json:
         print_json(document(command, rundir, found, verdicts, code=code, exit_code=exit_code))
     else:
@@ -46,12 +46,15 @@ def audit(command: Sequence[str], *, steps: int, name: str, as_json: bool) -> in
     return exit_code
 
 
-def exit_code_of(code: int, verdicts: Sequence[Verdict]) -> int:
+def exit_code_of(code: int, verdicts: Sequence[Verdict], *, strict: bool = False) -> int:
+    outcomes = {verdict.outcome for verdict in verdicts}
     if is_interrupt(code):
         return INTERRUPTED
     if code != 0:
         return FAILED
-    return UNVERIFIED if any(verdict.outcome == "wrong" for verdict in verdicts) else DONE
+    if "wrong" in outcomes or ("not checked" in outcomes and strict):
+        return UNVERIFIED
+    return NOT_CHECKED if "not checked" in outcomes else DONE
 
 
 def document(
@@ -75,6 +78,7 @@ def document(
         "framework": found.first.process.framework if found.ranks else "",
         "steps": len(found.first.steps) if found.ranks else 0,
         "wrong": sum(verdict.outcome == "wrong" for verdict in verdicts),
+        "not_checked": sum(verdict.outcome == "not checked" for verdict in verdicts),
         "checks": [asdict(verdict) for verdict in verdicts],
         "notes": notes(found),
     }
@@ -92,7 +96,7 @@ def show(rundir: RunDir, found: Evidence, verdicts: Sequence[Verdict], *, code: 
     if found.ranks:
         console.print(_table(verdicts))
     else:
-        console.print(f"no check could be made: {verdicts[0].text}", soft_wrap=True)
+        console.print(f"no check could be made: {clean(described(verdicts[0]))}", soft_wrap=True)
     for note in notes(found):
         console.print(f"note: {clean(note)}", soft_wrap=True)
     if found.ranks:

@@ -97,12 +97,15 @@ def audit(
         int, typer.Option(min=0, help="End it after so many optimizer steps; 0: let it run.")
     ] = 0,
     name: Annotated[str, typer.Option(help="Name of its folder under runs/.")] = "",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 4, not 5, where a check could not be made.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Check the steps of any training script, run unchanged."""
     from colotrain.cli.audit import audit as observe
 
-    return observe(command or [], steps=steps, name=name, as_json=as_json)
+    return observe(command or [], steps=steps, name=name, strict=strict, as_json=as_json)
 
 
 def register(app: typer.Typer) -> None:

@@ -11,6 +11,8 @@ USAGE = 2
 DOES_NOT_FIT = 3
 """The plan needs more memory than there is."""
 UNVERIFIED = 4
+NOT_CHECKED = 5
+"""Nothing wrong was found, but not everything could be checked."""
 PREEMPTED = 75
 """Preempted or stopped on request; `resume` continues the run."""
 LEFT = 76

@@ -171,6 +171,15 @@ def by_autograd_grad() -> None:
         optimizer.step()
 
 
+def updated_by_hand() -> None:
+    net = made(8, 16, 1)
+    for _ in range(STEPS):
+        error(net).backward()
+        for parameter in net.parameters():
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
 def without_autograd() -> None:
     net = made(8, 16, 1)
     optimizer = SGD(net.parameters(), lr=0.1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from colotrain.cli.audit import exit_code_of
 from tests.dist import audited_idioms
 from tests.dist.test_audit import observed
 from tests.representatives import representatives, selected
@@ -68,6 +69,20 @@ WRONG = {
 }
 """Script that is wrong → the check that says so, its outcome, and what it says."""
 RIGHT = [name for name in NAMES if not name.startswith("wrong_")]
+NOT_CHECKED = {
+    "averaged_weights",
+    "by_autograd_grad",
+    "by_hand",
+    "gan",
+    "in_backward",
+    "left_out",
+    "master_weights",
+    "second_order",
+    "two_optimizers",
+    "updated_by_hand",
+    "without_autograd",
+}
+"""Right scripts of which a check that concerns them cannot be made."""
 KNOWN = {"lbfgs", "sam", "adversarial", "groups", "moving_average", "several_losses", "two_lines"}
 """Right scripts of which everything is known but the number of targets."""
 
@@ -87,6 +102,7 @@ def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
     found = verdicts[name].values()
     assert not [verdict for verdict in found if verdict.outcome == "wrong"]
     assert "no Python process" not in next(iter(found)).text
+    assert exit_code_of(0, list(found)) == (5 if name in NOT_CHECKED else 0), found
     if name in KNOWN:
         assert {v.check for v in found if v.outcome != "ok"} <= {"targets"}
 

@@ -16,7 +16,7 @@ from colotrain.audit.ratios import mean, ratio, unpacked
 from colotrain.audit.records import EngineInfo, ObservedProcess, ObservedStep
 from colotrain.audit.reference import packed, sketch
 from colotrain.audit.sites import Site
-from colotrain.audit.verdicts import CHECKS
+from colotrain.audit.verdicts import CHECKS, ok, unchecked, unknown, wrong
 from colotrain.audit.window import SUMMED, note_factor, origin_of, product
 from colotrain.cli.audit import exit_code_of
 from colotrain.rundir import RunDir
@@ -103,8 +103,16 @@ def test_what_all_terms_of_a_loss_are_divided_by_counts() -> None:
 def test_nothing_observed_is_nothing_told() -> None:
     verdicts = check(Evidence(ranks=[], remarks=[], failures=[]))
     assert [verdict.check for verdict in verdicts] == list(CHECKS)
-    assert {verdict.outcome for verdict in verdicts} == {"cannot tell"}
-    assert [exit_code_of(code, verdicts) for code in (0, 9, -2, 130)] == [0, 1, 130, 130]
+    assert {verdict.outcome for verdict in verdicts} == {"not checked"}
+    assert [exit_code_of(code, verdicts) for code in (0, 9, -2, 130)] == [5, 1, 130, 130]
+    assert [exit_code_of(code, verdicts, strict=True) for code in (0, 9, -2)] == [4, 1, 130]
+
+
+def test_what_may_be_meant_is_no_exit_code_of_its_own() -> None:
+    may_be_meant, compared = unknown("clipping", "a part of the parameters"), ok("steps", "3 steps")
+    found = [wrong("zeroing", "never"), unchecked("gradient", "two optimizers")]
+    assert exit_code_of(0, [may_be_meant, compared], strict=True) == 0
+    assert [exit_code_of(0, found), exit_code_of(0, found[:1])] == [4, 4]
 
 
 @pytest.mark.parametrize(
