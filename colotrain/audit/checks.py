@@ -34,6 +34,7 @@ def check(evidence: Evidence) -> list[Verdict]:
         scheduler(evidence),
         parameters(evidence),
         frozen(evidence),
+        mode(evidence),
         *between_ranks(evidence, compared),
         checkpointing(evidence),
     ]
@@ -348,7 +349,28 @@ def frozen(evidence: Evidence) -> Verdict:
         why = f"of {num} frozen parameters the script itself changes {named(by_script)}"
         site = evidence.first.steps[0].site
         return unknown(name, f"{why} between steps; that may be meant", site)
+    if moving := moving_statistics(evidence.first):
+        text = (
+            f"running statistics of frozen BatchNorms move: {named(moving)}: call .eval() on them"
+        )
+        return wrong(name, text, evidence.first.steps[0].backward_at)
     return ok(name, f"{num} frozen parameters are unchanged")
+
+
+def moving_statistics(rank: RankEvidence) -> list[str]:
+    """Return the frozen BatchNorms whose running statistics move in each of several steps."""
+    found = [details.moving for _, details in rank.steps_with_details()]
+    return [n for n in found[0] if all(n in each for each in found)] if len(found) > 1 else []
+
+
+def mode(evidence: Evidence) -> Verdict:
+    """Look for models that train in eval mode."""
+    for rank in evidence.ranks:
+        for step in rank.steps:
+            if step.off:
+                text = f"trained in eval mode, so that these are off: {named(step.off)}"
+                return wrong("mode", text, step.off_at, step=step.step)
+    return ok("mode", "no dropout or BatchNorm of what trains is in eval mode in all forwards")
 
 
 def changed_between_steps(rank: RankEvidence) -> list[str]:

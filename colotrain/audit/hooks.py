@@ -100,6 +100,7 @@ def observe_torch() -> None:
     _wrap_sums()
     _wrap_backward()
     _wrap_optimizers()
+    _wrap_eval()
     _wrap_clipping()
     _wrap_schedulers()
     _wrap_grad_scaler()
@@ -241,6 +242,13 @@ def _wrap_optimizers() -> None:
     optimizers.register_optimizer_step_post_hook(after)
     for owner in (Optimizer, nn.Module):
         wrap(owner, "zero_grad", before=lambda args, kwargs: observer().zeroed())
+
+
+def _wrap_eval() -> None:
+    def before(args: Any, _: Any) -> None:
+        observer().eval_calls[args[0]] = here()
+
+    wrap(nn.Module, "eval", before=before)
 
 
 def _wrap_clipping() -> None:

@@ -57,6 +57,8 @@ class Observer:
         self.marks: tuple[Sample, Sample] = {}, {}
         """Samples of weights and gradients after the last backward of a step looked into."""
         self.shards = Shards()
+        self.eval_calls: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        """Module → last call of its own `eval`."""
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
@@ -111,9 +113,11 @@ class Observer:
         if torch.is_grad_enabled():
             self.forwards += 1
             self.forward_at, self.window.forwarded = here(), True
+            self.window.modes.note(module, self.forward_at)
         if not self.is_looking or self.window.is_closed:
             return
         self.taps.watch(self.roots)
+        self.window.modes.count(module)
         if torch.is_grad_enabled():
             self.window.wants_inputs |= model.has_leaf(inputs)
             device = next(module.parameters()).device
@@ -296,6 +300,7 @@ class Observer:
         """Write one step, and begin the next."""
         window, steps = self.window, self.optimizers.steps
         steps[index] += 1
+        off, off_at = self.switched_off(optimizer)
         self.write(
             ObservedStep(
                 step=steps[index],
@@ -321,6 +326,8 @@ class Observer:
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
+                off=off,
+                off_at=off_at.plain(),
                 details=None if details is None else details.fields(),
             )
         )
@@ -331,6 +338,17 @@ class Observer:
             rate = learning_rate(optimizer)
             self.report.step(steps[0], window, rows, self.roots, lr=rate, total=self.micro_batches)
         self.window, self.forwards = Window(), 0
+
+    def switched_off(self, optimizer: Any) -> tuple[list[str], Site]:
+        """Return what is in eval mode while it trains, and the call of `eval`, if one was seen."""
+        if not self.window.modes.off:
+            return [], Site("")
+        held = {id(parameter) for _, parameter in positions(optimizer)}
+        names, root, forward_at = self.window.modes.switched_off(held)
+        if root is None:
+            return [], Site("")
+        calls = (self.eval_calls.get(each) for each in (root, model.inner(root)))
+        return names, next((site for site in calls if site is not None), forward_at)
 
     def details(self, optimizer: Any, value_of: Any) -> Details:
         window, after = self.window, weights(self.roots, value_of)
@@ -359,6 +377,7 @@ class Observer:
             inputs=window.inputs,
             random=window.random,
             dropout=model.has_dropout(self.roots.all()),
+            moving=window.modes.moving(self.roots.training()),
             weights=texts(self.before),
             change=texts(change),
             plain_sgd=is_plain_sgd(optimizer),

@@ -87,6 +87,10 @@ class ObservedStep(EventKind):
     scale: bool
     """Whether a GradScaler scaled a loss."""
     losses: list[Any]
+    off: list[str]
+    """Dropout and BatchNorms in eval mode, of a model that was so in all its forwards."""
+    off_at: list[str]
+    """Where that model was put into eval mode, or its forward."""
     details: dict[str, Any] | None = None
     """Fields of `Details` in the steps that are looked into."""
 
@@ -136,6 +140,8 @@ class Details(EventKind):
     """Hash of the generators' states, per forward."""
     dropout: bool
     """Whether the model has dropout that is on."""
+    moving: list[str]
+    """BatchNorms of frozen parts whose running statistics moved."""
     weights: dict[str, str]
     """Parameters before the step."""
     change: dict[str, str]

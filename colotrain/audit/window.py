@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from colotrain.audit.modes import Modes
 from colotrain.audit.sites import Site
 
 KEY = "colotrain"
@@ -86,6 +87,7 @@ class Window:
     counts: list[Any] = field(default_factory=list)
     new_counts: list[Any] = field(default_factory=list)
     """Counts of cross-entropies since the last backward."""
+    modes: Modes = field(default_factory=Modes)
     inputs: list[str] = field(default_factory=list)
     random: list[str] = field(default_factory=list)
     declared: dict[str, Tensor] = field(default_factory=dict)
@@ -139,6 +141,7 @@ class Window:
             closure_calls=self.closure_calls,
             step_calls=self.step_calls,
             new_counts=self.new_counts,
+            modes=self.modes,
             inputs=self.inputs,
             random=self.random,
         )

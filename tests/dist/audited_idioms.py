@@ -904,6 +904,149 @@ def wrong_frozen_decays() -> None:
         optimizer.zero_grad()
 
 
+class Noisy(nn.Module):
+    """A body with BatchNorm and dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1)
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def trained(net: nn.Module) -> None:
+    optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_still_in_eval_mode() -> None:
+    """After each of the first steps it is evaluated, and put back into train mode but once."""
+    net = wrapped(Noisy())
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS + 2):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 4:
+            net.eval()  # here
+            with torch.no_grad():
+                error(net)
+        if step < 3:
+            net.train()
+
+
+def eval_mode_without_dropout() -> None:
+    trained(made(8, 16, 1).eval())
+
+
+def evaluated_with_gradients() -> None:
+    net = wrapped(Noisy())
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        net.eval()
+        error(net)
+        net.train()
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def attacked_in_eval_mode() -> None:
+    net = Noisy()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+        x.requires_grad_()
+        net.eval()
+        F.mse_loss(net(x), y).backward()
+        net.train()
+        optimizer.zero_grad()
+        F.mse_loss(net((x + 0.1 * x.grad.sign()).detach()), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batch_norm_in_eval_mode() -> None:
+    """As detectors are tuned: what trains is in train mode, but its BatchNorm is not."""
+    net = Noisy()
+    net.body[1].eval()
+    trained(net)
+
+
+def all_batch_norm_frozen_in_eval_mode() -> None:
+    """As DeepLab is tuned: the model is in eval mode for its frozen BatchNorms alone."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    net[1].requires_grad_(False)
+    trained(net.eval())
+
+
+def frozen_body_in_eval_mode() -> None:
+    net = Noisy()
+    net.body.requires_grad_(False).eval()
+    trained(net)
+
+
+def frozen_model_in_eval_mode() -> None:
+    """All of it is in eval mode, and what trains has no dropout."""
+    net = Noisy().eval()
+    net.body.requires_grad_(False)
+    trained(net)
+
+
+def gan_with_a_judge_of_batch_norm() -> None:
+    maker, judge = made(4, 16, 8), Noisy()
+    makers, judges = Adam(maker.parameters(), lr=1e-3), Adam(judge.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        judge.requires_grad_(True)
+        judges.zero_grad()
+        fake = maker(torch.randn(16, 4))
+        (judge(fake.detach()).mean() - judge(batch()[0]).mean()).backward()
+        judges.step()
+        judge.requires_grad_(False).eval()
+        makers.zero_grad()
+        (-judge(fake).mean()).backward()
+        makers.step()
+        judge.train()
+
+
+def momentum_encoder() -> None:
+    """A frozen copy in train mode that follows the model, as in MoCo."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = Noisy()
+            self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.query(x) - self.key(x)
+
+    net = Both()
+    optimizer = SGD(net.query.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for kept, own in zip(net.key.parameters(), net.query.parameters(), strict=True):
+                kept.lerp_(own, 0.1)
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_frozen_statistics() -> None:
+    net = Noisy()
+    net.body.requires_grad_(False)
+    optimizer = SGD(net.head.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def wrong_never_synced() -> None:
     """The last micro-batch's gradients are not reduced, so that the step has none."""
     net = made(8, 16, 1)

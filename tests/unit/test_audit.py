@@ -151,6 +151,8 @@ def observed(step: int, micro_batches: int) -> ObservedStep:
         scheduler_at=["", ""],
         scale=False,
         losses=[],
+        off=[],
+        off_at=["", ""],
     )
 
 
