@@ -10,10 +10,11 @@ from operator import add
 from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights, compared_steps
 from colotrain.audit.evidence import Evidence, RankEvidence, sketches
 from colotrain.audit.ratios import Sketch, norm
+from colotrain.audit.records import TENSOR_PARALLEL
 from colotrain.audit.scale_checks import local_norms, scale_checks
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unknown, wrong
 
-SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
+SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3", TENSOR_PARALLEL)
 
 
 def check(evidence: Evidence) -> list[Verdict]:
@@ -37,6 +38,8 @@ def check(evidence: Evidence) -> list[Verdict]:
         mode(evidence),
         *between_ranks(evidence, compared),
         checkpointing(evidence),
+        *order(evidence),
+        *moments(evidence),
     ]
     by_name = {verdict.check: verdict for verdict in found}
     return [by_name[name] for name in CHECKS]
@@ -193,6 +196,10 @@ def between_ranks(evidence: Evidence, compared: list[ComparedStep]) -> Iterator[
         yield from (unchecked(name, why) for name in ("weights", "data", "dropout"))
         return
     yield weights(evidence, compared)
+    if evidence.first.process.framework == TENSOR_PARALLEL:
+        why = f"{TENSOR_PARALLEL}: which ranks are to have the same data is not known"
+        yield from (unchecked(name, why) for name in ("data", "dropout"))
+        return
     yield data(compared)
     yield dropout(compared)
 
@@ -247,6 +254,23 @@ def data(compared: list[ComparedStep]) -> Verdict:
     return ok(name, f"different in all {total} forwards compared")
 
 
+def order(evidence: Evidence) -> list[Verdict]:
+    """Look for samplers that shuffle each epoch alike."""
+    found = [remark for remark in evidence.remarks if remark.what == "order"]
+    return [wrong("data", found[0].text, found[0].site)] if found else []
+
+
+def moments(evidence: Evidence) -> list[Verdict]:
+    """Look for optimizers that make a single step each."""
+    own = evidence.first
+    rebuilt = [step for step in own.steps if step.rebuilt and not step.closure_calls]
+    if len(rebuilt) < 2 or rebuilt[-1] is not own.steps[-1]:
+        return []
+    text = f"{len(rebuilt)} of {len(own.steps)} steps are by a new optimizer: its moments are lost"
+    made_at = own.members[-1].made_at if own.members else rebuilt[0].site
+    return [wrong("update", text, made_at, step=rebuilt[0].step)]
+
+
 def dropout(compared: list[ComparedStep]) -> Verdict:
     name = "dropout"
     if not any(own.dropout for each in compared for own in each.details):
@@ -291,6 +315,9 @@ def parameters(evidence: Evidence) -> Verdict:
         return wrong(name, text, last.made_at)
     if last.twice:
         return wrong(name, f"twice in optimizers: {named(last.twice)}", last.made_at)
+    if last.untied:
+        text = f"config.tie_word_embeddings is set, but these are two: {named(last.untied)}"
+        return wrong(name, text, last.made_at)
     if idle := idle_parameters(own):
         text = f"{len(idle)} trainable parameters never got a gradient: {named(idle)}"
         return wrong(name, text, own.steps[0].backward_at)

@@ -105,6 +105,7 @@ def observe_torch() -> None:
     _wrap_schedulers()
     _wrap_grad_scaler()
     _wrap_checkpoint()
+    _wrap_sampler()
     _wrap_cross_entropy()
     _wrap_forward()
     if "torch.distributed.fsdp" in sys.modules:
@@ -359,6 +360,18 @@ def _may_train(function: Any) -> bool:
     function = getattr(function, "func", function)  # a partial
     owner = getattr(function, "__self__", function)
     return not isinstance(owner, nn.Module) or any(p.requires_grad for p in owner.parameters())
+
+
+def _wrap_sampler() -> None:
+    sampler = torch.utils.data.DistributedSampler
+    original = sampler.__iter__
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        order, seen = original(self), observer()
+        return seen.passing(self, order, here()) if self.shuffle and not seen.quiet else order
+
+    sampler.__iter__ = iterate  # type: ignore[method-assign]
 
 
 def _wrap_cross_entropy() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.audit.records import TENSOR_PARALLEL
+
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Segments of names that wrappers of modules add anywhere."""
 LARGEST_HASHED = 1 << 24
@@ -98,6 +100,29 @@ class Roots:
         return found
 
 
+def untied(roots: Roots) -> list[str]:
+    """Return the names of a transformers model's embeddings that are two, though it ties them."""
+    names = {id(parameter): name for name, parameter in roots.parameters().items()}
+    modules: list[Any] = [module for root in roots.training() for module in root.modules()]
+    for module in modules:
+        config: Any = getattr(module, "config", None)
+        if not getattr(module, "_tied_weights_keys", None) or not _ties(config):
+            continue
+        both: list[Any] = []
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            both += [module.get_input_embeddings().weight, module.get_output_embeddings().weight]
+        trained = all(isinstance(w, nn.Parameter) and w.requires_grad for w in both)
+        if len({id(w) for w in both}) == 2 and trained and both[0].shape == both[1].shape:
+            return [names.get(id(weight), "weight") for weight in both]
+    return []
+
+
+def _ties(config: Any) -> bool:
+    """Whether a configuration and its part for texts tie the embeddings."""
+    texts = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return all(getattr(each, "tie_word_embeddings", False) for each in (config, texts))
+
+
 def has_any(root: nn.Module, held: Container[int]) -> bool:
     return any(id(parameter) in held for parameter in root.parameters())
 
@@ -155,8 +180,10 @@ def framework(roots: list[nn.Module]) -> str:
     for root in roots:
         if any(is_fsdp(module) for module in root.modules()):
             return "FullyShardedDataParallel"
-        if any(is_dtensor(parameter) for parameter in root.parameters()):
-            return "fully_shard"
+        if shards := [p for p in root.parameters() if is_dtensor(p)]:
+            units = any(is_a(m, "torch.distributed.fsdp", "FSDPModule") for m in root.modules())
+            by_data = units and not any(map(is_split_twice, shards))
+            return "fully_shard" if by_data else TENSOR_PARALLEL
         if any(hasattr(parameter, "ds_id") for parameter in root.parameters()):
             return "ZeRO-3"
         if is_a(root, "deepspeed.runtime.engine", "DeepSpeedEngine"):
@@ -164,6 +191,11 @@ def framework(roots: list[nn.Module]) -> str:
         if is_a(root, "torch.nn.parallel", "DistributedDataParallel"):
             return "DistributedDataParallel"
     return ""
+
+
+def is_split_twice(parameter: Any) -> bool:
+    """Whether a DTensor is split over two axes of its mesh: over ranks of other data, and alike."""
+    return sum(not placement.is_replicate() for placement in parameter.placements) > 1
 
 
 def whole(value: Tensor | None) -> Tensor | None:

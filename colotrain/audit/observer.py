@@ -57,6 +57,8 @@ class Observer:
         self.marks: tuple[Sample, Sample] = {}, {}
         """Samples of weights and gradients after the last backward of a step looked into."""
         self.shards = Shards()
+        self.epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Sampler → epoch of its last whole pass in which an optimizer made steps."""
         self.eval_calls: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
         """Module → last call of its own `eval`."""
         self.remarks: set[tuple[str, str]] = set()
@@ -236,6 +238,17 @@ class Observer:
             self.window.schedulers[id(scheduler)] += 1
             self.window.scheduler_at = here()
 
+    def passing(self, sampler: Any, order: Iterator[int], site: Site) -> Iterator[int]:
+        """Yield what a shuffling sampler of ranks does, and look whether passes are the same."""
+        before = sum(self.optimizers.steps)
+        yield from order
+        with self.guarded():
+            if sum(self.optimizers.steps) > before:
+                if self.epochs.get(sampler) == sampler.epoch:
+                    text = f"each epoch has the order of epoch {sampler.epoch}: call set_epoch"
+                    self.remark("order", text, site)
+                self.epochs[sampler] = sampler.epoch
+
     def skipped(self, by: str) -> None:
         """A step was left out, because gradients were not finite."""
         self.remark("skipped", f"{by} skipped a step: gradients were not finite")
@@ -326,6 +339,7 @@ class Observer:
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
+                rebuilt=self.optimizers.is_rebuilt(index, optimizer),
                 off=off,
                 off_at=off_at.plain(),
                 details=None if details is None else details.fields(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,14 @@ class Optimizers:
         self.steps: list[int] = []
         """Number of steps of each optimizer."""
         self._stepped: list[weakref.ref[Any]] = []
+        self._replaced: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers in whose place others came."""
+        self._held: list[tuple[type, list[weakref.ref[Tensor]]]] = []
+        """Class and parameters of each."""
+        self._since: list[int] = []
+        """Steps that were made before by optimizers in whose place each is."""
+        self._after_one: list[bool] = []
+        """Whether each is in the place of one that made a single step."""
         self._made: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}
         self._inside: list[Any] = []
@@ -58,13 +67,41 @@ class Optimizers:
         return not self._inside
 
     def number_of(self, optimizer: Any) -> int:
-        """Return the optimizer's position in the order of first steps, appended if it is new."""
+        """Return the optimizer's position in the order of first steps, appended if it is new.
+
+        One of the same class and parameters has the place of the last one.
+        """
         for index, known in enumerate(self._stepped):
             if known() is optimizer:
                 return index
-        self._stepped.append(weakref.ref(optimizer))
-        self.steps.append(0)
+        if self._stepped and optimizer not in self._replaced and self._is_like_last(optimizer):
+            self._after_one[-1] = self.steps[-1] == self._since[-1] + 1
+            if (last := self._stepped[-1]()) is not None:
+                self._replaced.add(last)
+            self._stepped[-1], self._since[-1] = weakref.ref(optimizer), self.steps[-1]
+        else:
+            self._stepped.append(weakref.ref(optimizer))
+            held = [weakref.ref(parameter) for _, parameter in positions(optimizer)]
+            self._held.append((type(optimizer), held))
+            self.steps.append(0)
+            self._since.append(0)
+            self._after_one.append(False)
         return len(self._stepped) - 1
+
+    def _is_like_last(self, optimizer: Any) -> bool:
+        kind, refs = self._held[-1]
+        last, own = [ref() for ref in refs], [parameter for _, parameter in positions(optimizer)]
+        return (
+            kind is type(optimizer)
+            and bool(own)
+            and len(last) == len(own)
+            and all(map(operator.is_, last, own))
+        )
+
+    def is_rebuilt(self, index: int, optimizer: Any) -> bool:
+        """Whether a step was the first of an optimizer with moments, after another's only one."""
+        is_first = self.steps[index] == self._since[index] + 1
+        return is_first and self._after_one[index] and any(getattr(optimizer, "state", {}).values())
 
     def all(self) -> list[Any]:
         """Return the optimizers that were made or made a step, and are alive."""
@@ -113,6 +150,7 @@ class Optimizers:
             copies=sum(p.grad is not None for p in foreign),
             made_at=next((site for site in sites if site is not None), Site("")).plain(),
             complete=complete,
+            untied=model.untied(roots),
         )
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from colotrain.events.event import EventKind, event_kind
 
+TENSOR_PARALLEL = "tensor parallelism"
+"""What `ObservedProcess.framework` is where parameters are sharded while they are used."""
+
 
 @event_kind("process")
 class ObservedProcess(EventKind):
@@ -44,6 +47,8 @@ class Membership(EventKind):
     """Site at which the optimizer was made."""
     complete: bool
     """False if the optimizer has no parameters of the model but its own copies."""
+    untied: list[str]
+    """Embeddings that the model's configuration ties, and that are two parameters."""
 
 
 @event_kind("observed")
@@ -87,6 +92,8 @@ class ObservedStep(EventKind):
     scale: bool
     """Whether a GradScaler scaled a loss."""
     losses: list[Any]
+    rebuilt: bool
+    """Whether this is a new optimizer's first step, after the single step of one like it."""
     off: list[str]
     """Dropout and BatchNorms in eval mode, of a model that was so in all its forwards."""
     off_at: list[str]
@@ -168,7 +175,7 @@ class Remark(EventKind):
     """Something that one process noticed once."""
 
     what: str
-    """reentrant, failure, skipped, limit, or no step."""
+    """reentrant, failure, skipped, limit, or no step, order."""
     text: str
     site: list[str]
 

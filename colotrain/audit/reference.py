@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
+from colotrain.audit.records import TENSOR_PARALLEL
 
-GATHERED = ("FullyShardedDataParallel", "fully_shard")
+GATHERED = ("FullyShardedDataParallel", "fully_shard", TENSOR_PARALLEL)
 """What gathers parameters by putting others in their place."""
 
 

@@ -45,6 +45,9 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
         return [*(unchecked(name, why) for name in names), update(compared, None)]
     usable = [each for each in compared if not any(d.why_not for d in each.details)]
     gradient_verdict = _worst([gradient(each) for each in usable])
+    if len(usable) > 1 and all(each.held and is_gone(each) for each in usable):
+        text = "the script takes all gradients away between backward and step"
+        gradient_verdict = wrong("gradient", text, usable[0].step.site, step=usable[0].step.step)
     if gradient_verdict.outcome == "wrong" and averages_weights(compared):
         gradient_verdict = unchecked("gradient", AVERAGED)
     return [
@@ -108,6 +111,12 @@ def gradient(each: ComparedStep) -> Verdict:
             return unchecked(name, f"{text}: the script changes gradients after backward", site)
         return wrong(name, text, site, step=number)
     return explained(each, found, factor, left, lost)
+
+
+def is_gone(each: ComparedStep) -> bool:
+    """Whether nothing is left of what backward computed."""
+    computed = norm(each.reference("declared"))
+    return math.isfinite(computed) and computed > 0 and not norm(each.gradient())
 
 
 def local_norms(each: ComparedStep) -> tuple[list[float], list[str]] | None:

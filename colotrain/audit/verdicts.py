@@ -21,11 +21,11 @@ CHECKS = {
     "zeroing": "gradients are zeroed after each step, and at no other time",
     "clipping": "the whole, unscaled gradient is clipped once per step",
     "scheduler": "at most one scheduler step per optimizer step",
-    "parameters": "every trainable parameter is in one optimizer and gets a gradient",
+    "parameters": "every trainable parameter is in one optimizer, with a gradient, or tied to one",
     "frozen": "what is frozen does not change",
     "mode": "a model that trains is in train mode",
     "weights": "all ranks start from the same weights and keep them the same",
-    "data": "ranks see different data",
+    "data": "ranks see different data, in another order each epoch",
     "dropout": "ranks draw different dropout masks",
     "checkpointing": "recomputed modules get gradients",
 }

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import sys
+import types
 
 import torch
 import torch.distributed as dist
@@ -1045,6 +1046,138 @@ def wrong_frozen_statistics() -> None:
         error(net).backward()  # here
         optimizer.step()
         optimizer.zero_grad()
+
+
+def wrong_new_optimizer_each_step() -> None:
+    net = made(8, 16, 1)
+    for _ in range(STEPS):
+        optimizer = Adam(net.parameters())  # here
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def new_optimizer_without_moments() -> None:
+    net = made(8, 16, 1)
+    for _ in range(STEPS):
+        optimizer = SGD(net.parameters(), lr=0.1)
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def new_optimizer_each_epoch() -> None:
+    net = made(8, 16, 1)
+    for _ in range(3):
+        optimizer = Adam(net.parameters())
+        for _ in range(2):
+            error(net).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrong_taken_away_by_hand() -> None:
+    """AdamW decays the weights, so that they change all the same."""
+    net = made(8, 16, 1)
+    optimizer = AdamW(net.parameters())
+    for _ in range(STEPS):
+        error(net).backward()
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def epochs(sampler: torch.utils.data.Sampler, num: int = 2, *, set_epoch: bool = False) -> None:
+    """Train for some epochs, and look at the first batch before."""
+    net = wrapped(made(8, 16, 1))
+    loader = torch.utils.data.DataLoader(sampler.dataset, 4, sampler=sampler)
+    next(iter(loader))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for epoch in range(num):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        for (x,) in loader:  # here
+            F.mse_loss(net(x), x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def shared_out(**settings: bool) -> torch.utils.data.DistributedSampler:
+    torch.manual_seed(0)
+    dataset = torch.utils.data.TensorDataset(torch.randn(16, 8))
+    return torch.utils.data.DistributedSampler(dataset, **settings)
+
+
+def wrong_same_order() -> None:
+    epochs(shared_out())
+
+
+def another_order() -> None:
+    epochs(shared_out(), set_epoch=True)
+
+
+def in_the_files_order() -> None:
+    epochs(shared_out(shuffle=False))
+
+
+def one_epoch() -> None:
+    sampler = shared_out()
+    epochs(sampler, 1)
+    for _ in range(2):  # evaluations
+        list(torch.utils.data.DataLoader(sampler.dataset, 4, sampler=sampler))
+
+
+class LikeTransformers(Tied):
+    """What a model of transformers tells about its embeddings."""
+
+    _tied_weights_keys = ("head.weight",)
+
+    def __init__(self, **settings: bool) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(**settings)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def of_tokens(net: nn.Module) -> None:
+    optimizer = SGD(net.parameters(), lr=0.1)  # here
+    for _ in range(STEPS):
+        x = torch.randint(0, 16, (4, 6))
+        F.cross_entropy(net(x).flatten(0, 1), x.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_tie_is_broken() -> None:
+    net = LikeTransformers(tie_word_embeddings=True)
+    net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+    of_tokens(net)
+
+
+def tied_by_its_configuration() -> None:
+    of_tokens(LikeTransformers(tie_word_embeddings=True))
+
+
+def not_tied() -> None:
+    net = LikeTransformers(tie_word_embeddings=False)
+    net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+    of_tokens(net)
+
+
+def tensor_parallel() -> None:
+    """Ranks have parts of each layer, and get the same data."""
+    from torch.distributed.tensor import parallel
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    mesh = dist.init_device_mesh("cpu", (2,))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    trained(parallel.parallelize_module(net, mesh, plan))
 
 
 def wrong_never_synced() -> None:

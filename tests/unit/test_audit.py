@@ -151,6 +151,7 @@ def observed(step: int, micro_batches: int) -> ObservedStep:
         scheduler_at=["", ""],
         scale=False,
         losses=[],
+        rebuilt=False,
         off=[],
         off_at=["", ""],
     )
