@@ -17,6 +17,10 @@ from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unkn
 SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3", TENSOR_PARALLEL)
 
 
+ROUNDING, LARGEST_ROUNDING = 100, 1e-3
+"""Errors of a gradient of zero: multiple of the dtype's, and most, relative to all gradients."""
+
+
 def check(evidence: Evidence) -> list[Verdict]:
     """Return the verdict of every check, in the order of `CHECKS`."""
     if not evidence.ranks:
@@ -346,13 +350,18 @@ def idle_parameters(rank: RankEvidence) -> list[str]:
 
 
 def unmoved_parameters(rank: RankEvidence) -> list[str]:
-    """Parameters that no step changed, though each had a gradient and a learning rate."""
+    """Parameters that no step changed, though each had a gradient and a learning rate.
+
+    What rounding leaves of a gradient that is zero, as of a bias before BatchNorm, is none.
+    """
     moved, pushed = set(), set()
     for _, details in rank.steps_with_details():
         if details.lr:
             moved |= {n for n, v in sketches(details.change).items() if any(v)}
-            found = sketches(details.gradient).items()
-            pushed |= {n for n, v in found if any(v) and n not in details.at_rest}
+            found = sketches(details.gradient)
+            least = norm(found) * min(ROUNDING * details.epsilon, LARGEST_ROUNDING)
+            large = {n for n, v in found.items() if norm({n: v}) > least}
+            pushed |= large.difference(details.at_rest)
     return sorted(pushed - moved) if moved else []
 
 
