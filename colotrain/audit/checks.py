@@ -12,8 +12,11 @@ from colotrain.audit.evidence import Evidence, RankEvidence, sketches
 from colotrain.audit.ratios import Sketch, norm
 from colotrain.audit.records import TENSOR_PARALLEL
 from colotrain.audit.scale_checks import local_norms, scale_checks
+from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unknown, wrong
 
+SEED_ALIKE = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning")
+"""Packages that seed all ranks alike, so that a script which uses them may not mean it."""
 SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3", TENSOR_PARALLEL)
 
 
@@ -287,7 +290,11 @@ def dropout(compared: list[ComparedStep]) -> Verdict:
     if not pairs:
         return unchecked(name, "no forward was looked into")
     if all(len(set(states)) < len(states) for states in pairs):
-        return wrong(name, f"ranks draw the same masks in all {len(pairs)} forwards compared")
+        text = f"ranks draw the same masks in all {len(pairs)} forwards compared"
+        site = Site.of(compared[0].step.backward_at)
+        if site.package in SEED_ALIKE:
+            return unknown(name, f"{text}: {site.package} seeds all ranks alike", site)
+        return wrong(name, f"{text}: seed each rank otherwise")
     return ok(name, f"generators differ in {len(pairs)} forwards compared")
 
 
