@@ -246,10 +246,23 @@ def _wrap_optimizers() -> None:
 
 
 def _wrap_eval() -> None:
-    def before(args: Any, _: Any) -> None:
-        observer().eval_calls[args[0]] = here()
+    """Note calls of `eval`, which all end in `train(False)`, also where a library overrides it."""
+    original = nn.Module.train
 
-    wrap(nn.Module, "eval", before=before)
+    @functools.wraps(original)
+    def train(self: Any, mode: bool = True) -> Any:
+        seen = observer()
+        if mode or seen.quiet or torch.compiler.is_compiling():
+            return original(self, mode)
+        with seen.guarded():
+            seen.eval_calls[self] = here()
+        seen.quiet += 1  # modules within it
+        try:
+            return original(self, mode)
+        finally:
+            seen.quiet -= 1
+
+    nn.Module.train = train  # type: ignore[method-assign]
 
 
 def _wrap_clipping() -> None:

@@ -60,7 +60,7 @@ class Observer:
         self.epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Sampler → epoch of its last whole pass in which an optimizer made steps."""
         self.eval_calls: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
-        """Module → last call of its own `eval`."""
+        """Module → last call that put it into eval mode, and not one that it is in."""
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
