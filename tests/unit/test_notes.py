@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -133,6 +134,32 @@ def test_children_of_a_rank_do_not_inherit_the_key(
     Notes(store).write("n", "x")
     assert ROUND_KEY not in os.environ
     assert Notes(store, "key").read("n") == Notes(store).read("n") == "x"
+
+
+def test_a_stranger_who_deletes_a_note_while_it_is_read_holds_no_rank() -> None:
+    """Between the question whether it is there and its reading, which then waited for a day."""
+    day, moment = datetime.timedelta(days=1), datetime.timedelta(seconds=0.3)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = "127.0.0.1", server.port
+    mine = dist.TCPStore(*words, is_master=False, wait_for_workers=False, timeout=day)
+
+    class Deleting:
+        """The rank's store, of which a stranger deletes all that the rank has seen."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*given: Any) -> Any:
+                result = getattr(mine, name)(*given)
+                server.delete_key("n")
+                mine.set_timeout(moment)  # in place of a day
+                return result
+
+            return call
+
+    server.set("n", "x" * 64)
+    notes = Notes(Deleting(), "key")
+    assert notes.read("n") is None
+    assert notes.read("n") is None
+    assert server.num_keys() == 0, "a reader wrote something"
 
 
 def test_a_note_is_read_as_it_was_written(store: dist.HashStore) -> None:

@@ -22,6 +22,8 @@ from colotrain.spec.elastic import ROUND_KEY
 from colotrain.torch_internals import own_store
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
+NOTHING = "-"
+"""What the store returns where there is no text; no note is that short."""
 
 
 @cache
@@ -54,9 +56,8 @@ class Notes:
 
     def read(self, name: str) -> str | None:
         """Return the text that a rank of this round wrote; None where none has yet."""
-        if not self.store.check([name]):
-            return None
-        found = bytes(self.store.get(name)).decode(errors="replace")
+        # `get` would wait for a note that a stranger deletes after `check`; this writes nothing
+        found = bytes(self.store.compare_set(name, NOTHING, "")).decode(errors="replace")
         signature, text = found[:64], found[64:]
         # bytes: what a stranger wrote may be no ASCII, which would be a TypeError
         is_signed = hmac.compare_digest(signature.encode(), self._sign(name, text).encode())
