@@ -40,6 +40,11 @@ SAFE_S = 1.0
 PAUSE_S = 0.1
 AGAIN_S = 5.0
 """Seconds for which a connection that is cut before it is proved is made again."""
+MALFORMED = (
+    *(OSError, ValueError, LookupError, TypeError),
+    *(AttributeError, ArithmeticError, RecursionError),
+)
+"""Errors of a connection, or of a message that is not as it should be (JSON has infinities)."""
 CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 """Errors of a listener that was closed; others, such as too many open files, may pass."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colotrain import host
-from colotrain.connections import Link, Service
+from colotrain.connections import MALFORMED, Link, Service
 from colotrain.launch.memory_files import COPIES, MemoryFiles
 from colotrain.spec.elastic import COPY_SERVICE, COPY_STALL_S
 
@@ -82,7 +82,7 @@ class CopyKeeper:
             return tuple(handle for kept in self.kept.values() for handle in kept.handles)
 
     def _serve(self, link: Link) -> None:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        with contextlib.suppress(*MALFORMED):
             hello = link.read(within_s=COPY_STALL_S)
             if hello["to"] != f"{link.own_address}:{self.port}":
                 return  # somebody on the way sent it here
@@ -103,7 +103,7 @@ class CopyKeeper:
             if not kept.handles:
                 names = ["colotrain-kept"] * COPIES
                 kept.handles = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
-            slot = next(i for i, other in enumerate(kept.numbers) if other != header["beside"])
+            slot = int(kept.numbers[0] == header["beside"])
             more = num_bytes - os.fstat(kept.handles[slot]).st_size
             if more > SHARE_OF_FREE_MEMORY * host.free_bytes():
                 refused = f"its node has no {num_bytes >> 20} MiB free"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colotrain.addresses import LOOPBACK, is_loopback
-from colotrain.connections import Link, Service
+from colotrain.connections import MALFORMED, Link, Service
 from colotrain.timeouts import wait_readable
 
 SILENT_S = 15.0
@@ -182,28 +182,29 @@ class NodeRegistry:
         """Serve one node's connection from its first line to its end."""
         member, why = None, "has gone"
         try:
-            member = self._welcome(link)
+            answer, member = self._welcome(link)
+            link.send(answer, within_s=SILENT_S)
             while member is not None:
                 wait_readable(link, SILENT_S)
                 if not self._answer(link, member):
                     break
         except TimeoutError:
             why = f"was silent for {SILENT_S:.0f} s"
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except MALFORMED:
             link.close()
             time.sleep(RETURN_S)
         if member is not None:
             self._remove(member, why)
 
-    def _welcome(self, link: Link) -> _Member | None:
+    def _welcome(self, link: Link) -> tuple[dict[str, Any], _Member | None]:
+        """Return the answer to a node's first line, and its member where it is let in."""
         hello = link.read(within_s=SILENT_S)
         info = NodeInfo(**{name: hello[name] for name in NodeInfo.__slots__})
         if (why := self.left.get(info.machine)) is not None and not self._is_saving(info):
-            link.send({"refused": why, "final": True, "left": True}, within_s=SILENT_S)
-            return None
+            return {"refused": why, "final": True, "left": True}, None
         refusal, final = self._admit(info, link.own_address, str(hello["keeper"]))
-        link.send({"refused": refusal, "final": final}, within_s=SILENT_S)
-        return None if refusal else self.members[info.node]
+        member = None if refusal else self.members[info.node]
+        return {"refused": refusal, "final": final}, member
 
     def _admit(self, info: NodeInfo, address: str, keeper: str) -> tuple[str, bool]:
         """Return (why the node is refused or "", whether retrying is useless)."""

@@ -182,9 +182,20 @@ def test_a_node_without_memory_refuses_and_keeps_what_it_has(
     assert found(keeper) == {1: True}
 
 
-def test_nonsense_ends_only_its_own_connection(keeper: CopyKeeper, handles: list[int]) -> None:
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"number": "x"},
+        {"number": float("inf"), "bytes": 1, "beside": 0},
+        {"number": 1, "bytes": -1, "beside": -1},
+        {"number": 1, "bytes": 1 << 80, "beside": []},
+    ],
+)
+def test_nonsense_ends_only_its_own_connection(
+    keeper: CopyKeeper, handles: list[int], header: dict[str, object]
+) -> None:
     link = link_to(keeper)
-    link.connect().send({"number": "x"}, within_s=5)
+    link.connect().send(header, within_s=5)
     other = link_to(keeper)
     other.send(write(handles[0], 1), 1, beside=0)
     assert found(keeper) == {1: True}

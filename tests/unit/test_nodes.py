@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -430,14 +431,38 @@ def test_garbage_neither_ends_the_rendezvous_nor_gets_in(launchers: Launchers, l
     assert len(launchers.rounds(launchers.join(0), launchers.join(1))) == 2
 
 
-def test_a_member_that_sends_garbage_is_only_lost_itself(launchers: Launchers) -> None:
+@pytest.mark.parametrize("number", ["seven", float("inf"), None, {}])
+def test_a_member_that_sends_garbage_is_only_lost_itself(
+    launchers: Launchers, number: object
+) -> None:
+    """After an infinite number it stayed a member, and no round began any more."""
     launchers.open(min_nodes=1)
+    link = introduced(launchers)
+    assert link.read(within_s=5)["refused"] == ""
+    link.send({"round": number, "waits": []}, within_s=5)
+    assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
+
+
+def introduced(launchers: Launchers) -> Link:
+    """Node 1, which has said who it is."""
     where = "127.0.0.1", launchers.port
     link = connect(where, secret="secret", service=node_registry.SERVICE, within_s=5)
     link.send(asdict(node_info(1)) | {"keeper": ""}, within_s=5)
-    assert link.read(within_s=5)["refused"] == ""
-    link.send({"round": "seven", "waits": []}, within_s=5)
+    return link
+
+
+def test_a_launcher_that_is_cut_off_before_its_answer_is_no_member(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place was taken for good: no round began, and nobody else could be that node."""
+    monkeypatch.setattr(node_registry, "differences", lambda *_: time.sleep(0.3) or [])
+    launchers.open(min_nodes=1)
+    link = introduced(launchers)
+    link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()
     assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
+    launchers.join(1, instance="another")
+    until(lambda: 1 in launchers.registry.members)
 
 
 def test_a_store_listens_at_its_address_alone() -> None:
