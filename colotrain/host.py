@@ -13,17 +13,19 @@ from colotrain.errors import ColotrainError
 
 CGROUP = Path("/sys/fs/cgroup")
 FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
+MOST_OPEN_FILES = 65536
+"""Limit that a process sets itself: torch's store, in the launcher, takes whoever connects."""
 MOST_THREADS = 1024
 
 
 def allow_open_files() -> int:
     """Raise this process's limit of open files as far as allowed; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         return most
-    return ENOUGH_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    return MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def check_open_files() -> None:

@@ -16,7 +16,7 @@ def die_with(pid: int) -> None:
 
 def _wait_and_die(pid: int) -> None:
     try:
-        select.select([os.pidfd_open(pid)], [], [])
+        _wait(os.pidfd_open(pid), None)
     except ProcessLookupError:
         pass
     except OSError:  # pidfd is not supported: check once a second
@@ -37,6 +37,13 @@ def has_ended(pid: int, *, within_s: float = 0.0) -> bool:
             time.sleep(0.05)
         return not os.path.exists(f"/proc/{pid}")
     try:
-        return bool(select.select([fd], [], [], within_s)[0])
+        return _wait(fd, 1000 * within_s)
     finally:
         os.close(fd)
+
+
+def _wait(fd: int, within_ms: float | None) -> bool:
+    """Wait for the end of a process; False where it goes on. `select` knows handles below 1024."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(within_ms))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.dist.conftest import Colotrain
 from tests.dist.test_run import wait_for_step
 from tests.faults.hosts import Host, missing, network
-from tests.faults.test_hosts import PORT, begin, end, events
+from tests.faults.test_hosts import PLAN, PORT, begin, end, events
 
 REASON = missing()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.slow]
@@ -159,3 +160,25 @@ def test_a_stranger_who_writes_into_the_store_ends_no_run(tmp_path: Path) -> Non
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert json.loads(out)["steps"] == 4
+
+
+def test_five_thousand_connections_at_the_store_end_no_run(few_files: None, tmp_path: Path) -> None:
+    """Torch's store takes them all, in node 0's launcher, which had no handles left after 4,096."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most < 2 * NUM_CONNECTIONS:
+        pytest.skip(f"a process may open {most} files")
+    colotrain = Colotrain(tmp_path)
+    words = ("cluster.procs_per_node=2", "train.max_steps=60", "checkpoint.every=20")
+    process = colotrain.start("run", *PLAN, *words, "name=full", "--json")
+    wait_for_step(colotrain, "full", 5)
+    listeners = psutil.Process(process.pid).net_connections("tcp")
+    [port] = {c.laddr.port for c in listeners if c.status == psutil.CONN_LISTEN}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    idle = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(NUM_CONNECTIONS)]
+    out, err = process.communicate(timeout=180)
+    for made in idle:
+        made.close()
+    assert process.returncode == 0, err
+    summary = json.loads(out)
+    assert (summary["steps"], summary["restarts"]) == (60, 0)
+    assert len(events(tmp_path, "full", "checkpoint")) == 3

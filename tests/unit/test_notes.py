@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from colotrain.engine.comms.notes import Notes, round_key
+from colotrain.engine.state import save
 from colotrain.engine.state.run_state import Stop
 from colotrain.engine.step import monitor
 from colotrain.engine.step.monitor import LEFT, Monitor
@@ -160,6 +162,29 @@ def test_a_stranger_who_deletes_a_note_while_it_is_read_holds_no_rank() -> None:
     assert notes.read("n") is None
     assert notes.read("n") is None
     assert server.num_keys() == 0, "a reader wrote something"
+
+
+def test_a_save_that_cannot_reach_the_store_has_failed(
+    become: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the background it ended without an error, and the step counted as saved."""
+
+    def refused() -> None:
+        raise dist.DistNetworkError("the store takes no more connections")
+
+    become(1, 2)
+    monkeypatch.setattr(save, "Notes", refused)
+    writing = save.Save(
+        number=0,
+        temporary=tmp_path / "t",
+        final=tmp_path / "f",
+        pieces=[],
+        manifest=None,  # type: ignore[arg-type]
+        keep=1,
+        patience_s=1.0,
+    )
+    writing.write(None, lambda: None)  # type: ignore[arg-type]
+    assert writing.error == "rank 1: DistNetworkError: the store takes no more connections"
 
 
 def test_a_note_is_read_as_it_was_written(store: dist.HashStore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
 from colotrain.launch.watch import SilentRank, Watch, _stack
 from colotrain.launch.worker_exits import worker_exits
+from colotrain.parent_process import has_ended
 from colotrain.rundir import RunDir
 from colotrain.spec.phases import Phase
 from colotrain.timeouts import AwakeTimeout
@@ -367,3 +369,21 @@ def test_a_rank_that_nccls_watchdog_ended_is_not_the_cause(tmp_path: Path) -> No
     assert [x.gave_up for x in exits] == [True, False]
     assert describe(exits, []).startswith("rank 1 ended with exit code 3")
     assert describe(exits[:1], []).startswith("rank 0 waited in vain for another rank")
+
+
+def test_the_end_of_a_process_is_seen_by_one_with_many_open_files() -> None:
+    """`select` refuses handles from 1024 on, so that the launcher ended with an error."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2048:
+        pytest.skip(f"a process may open {limits[1]} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    handles = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert not has_ended(os.getpid())
+        process = subprocess.Popen(["true"])
+        assert has_ended(process.pid, within_s=10)
+        process.wait()
+    finally:
+        for handle in handles:
+            os.close(handle)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

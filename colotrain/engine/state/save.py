@@ -81,8 +81,9 @@ class Save:
 
     def write(self, events: EventWriter, beat: Callable[[], None]) -> None:
         """Write this rank's part and wait for the outcome of all. Never raises."""
-        rank, notes = dist.get_rank(), Notes()
+        rank = dist.get_rank()
         try:
+            notes = Notes()
             try:
                 self._write_part(rank, beat)
             except (OSError, NotFinite) as error:
