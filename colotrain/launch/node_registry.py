@@ -210,7 +210,7 @@ class NodeRegistry:
         """Return (why the node is refused or "", whether retrying is useless)."""
         node, who = info.node, f"node {info.node} ({info.host})"
         most = self.max_nodes + self.spare_nodes
-        if not 0 <= node < most:
+        if node not in range(most):
             return f"{who}: this run has nodes 0 to {most - 1}", True
         wrong = differences(self.info, info)
         if wrong:

@@ -443,11 +443,18 @@ def test_a_member_that_sends_garbage_is_only_lost_itself(
     assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
 
 
-def introduced(launchers: Launchers) -> Link:
+@pytest.mark.parametrize("node", [0.5, float("nan"), "1", None, -1, 2])
+def test_a_node_has_one_of_the_runs_numbers(launchers: Launchers, node: object) -> None:
+    launchers.open(min_nodes=1)
+    assert introduced(launchers, node=node).read(within_s=5)["final"]
+    assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
+
+
+def introduced(launchers: Launchers, **changes: object) -> Link:
     """Node 1, which has said who it is."""
     where = "127.0.0.1", launchers.port
     link = connect(where, secret="secret", service=node_registry.SERVICE, within_s=5)
-    link.send(asdict(node_info(1)) | {"keeper": ""}, within_s=5)
+    link.send(asdict(node_info(1)) | {"keeper": "", **changes}, within_s=5)
     return link
 
 
