@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from colotrain.audit.checks import check
+from colotrain.audit.checks import check, dropout
 from colotrain.audit.command import START, environment, hidden_python
 from colotrain.audit.evidence import Evidence, RankEvidence
 from colotrain.audit.ratios import mean, ratio, unpacked
@@ -171,3 +173,18 @@ def test_a_step_of_other_micro_batches_than_the_engines_is_wrong(
     )
     (found, *_) = check(Evidence(ranks=[own], remarks=[], failures=[]))
     assert (found.check, found.outcome) == ("steps", outcome), found
+
+
+@pytest.mark.parametrize(
+    ("library", "outcome"),
+    [("", "wrong"), ("mine/loop.py:3", "wrong"), ("accelerate/accelerator.py:3", "cannot tell")],
+)
+def test_equal_dropout_masks_may_be_meant_where_a_library_seeds_ranks_alike(
+    library: str, outcome: str
+) -> None:
+    rank = SimpleNamespace(dropout=True, random=["a", "b"])
+    step = SimpleNamespace(backward_at=["train.py:7", library])
+    other = SimpleNamespace(dropout=True, random=["c", "d"])
+    alike = SimpleNamespace(step=step, details=[rank, rank])
+    assert dropout(cast(Any, [alike])).outcome == outcome
+    assert dropout(cast(Any, [SimpleNamespace(step=step, details=[rank, other])])).outcome == "ok"
