@@ -279,11 +279,11 @@ def test_a_save_that_was_stopped_with_its_rank_is_waited_for(tmp_path: Path) -> 
     saver = Saver(plan=plan_of(), rundir=RunDir(tmp_path), events=events, token="")
     saver.beat = lambda: beats.append(time.monotonic())
     timeout = AwakeTimeout(75.0)
-    save: Any = SimpleNamespace(manifest=SimpleNamespace(step=7), timeout=timeout)
+    save: Any = SimpleNamespace(manifest=SimpleNamespace(step=7), timeout=timeout, awaits=1)
     timeout.checked_at -= 700  # both were stopped
     saver._waiting(save)
     timeout.waited_s += 75
-    with pytest.raises(ColotrainError, match="of step 7: not written within 75 s"):
+    with pytest.raises(ColotrainError, match="of step 7: not written within 75 s, without a report of rank 1"):
         saver._waiting(save)
     assert len(beats) == 2
 

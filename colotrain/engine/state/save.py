@@ -70,6 +70,8 @@ class Save:
     """When the save counts as hanging, asked by whoever waits for it."""
     stall_s: float = 0.0
     """Seconds for which training waited for this save."""
+    awaits: int | None = None
+    """The rank whose report is waited for."""
     error: str | None = None
     thread: threading.Thread | None = None
 
@@ -94,7 +96,7 @@ class Save:
                 notes.write(f"checkpoint/{self.number}", self.error or "")
                 self._report(events)
             else:
-                self.error = self._await(notes, f"checkpoint/{self.number}", beat)
+                self.error = self._await(notes, f"checkpoint/{self.number}", 0, beat)
         except Exception as error:  # a bug, or rank 0 has ended and the store with it
             self.error = f"rank {rank}: {type(error).__name__}: {message_of(error)}"
             traceback.print_exc(file=sys.stderr)
@@ -116,16 +118,19 @@ class Save:
     def _first_error(self, notes: Notes, beat: Callable[[], None]) -> str | None:
         """Wait for the outcome of every rank; returns the first error."""
         ranks = range(dist.get_world_size())
-        told = [self._await(notes, f"checkpoint/{self.number}/{rank}", beat) for rank in ranks]
+        key = f"checkpoint/{self.number}"
+        told = [self._await(notes, f"{key}/{rank}", rank, beat) for rank in ranks]
         return next((error for error in told if error), None)
 
-    def _await(self, notes: Notes, key: str, beat: Callable[[], None]) -> str | None:
+    def _await(self, notes: Notes, key: str, rank: int, beat: Callable[[], None]) -> str | None:
+        self.awaits = rank
+
         def is_over() -> bool:
             beat()
             return self.timeout.is_over()
 
         if (told := notes.wait(key, is_over=is_over)) is None:
-            return f"{key}: no rank has reported the outcome in time"
+            return f"rank {rank} has not reported its part in time"
         return told or None
 
     def _publish(self) -> str | None:

@@ -144,9 +144,10 @@ class Saver:
         """Called while training waits for a save, which has a timeout."""
         self.beat()
         if save.timeout.is_over():
+            who = "" if save.awaits is None else f", without a report of rank {save.awaits}"
             raise ColotrainError(
                 f"checkpoint of step {save.manifest.step}: not written within "
-                f"{save.timeout.limit_s:.0f} s",
+                f"{save.timeout.limit_s:.0f} s{who}",
                 f"see that {self.rundir.checkpoints} is on a disk that answers",
             )
 
