@@ -22,6 +22,7 @@ from colotrain.spec.plan import RunPlan
 
 PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MOST_CLIENTS = 16
 CLIENT_S = 10.0
 """Seconds after which a client that sends nothing is left."""
 PARTS = ("data", "compute", "reduce", "optimizer")
@@ -254,8 +255,26 @@ class MetricsServer:
 
 
 class _Server(http.server.ThreadingHTTPServer):
+    """Answers `MOST_CLIENTS` at a time, a thread each, and closes further connections."""
+
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self.places = threading.BoundedSemaphore(MOST_CLIENTS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a client that goes away or sends nonsense."""

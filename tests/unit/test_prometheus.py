@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import math
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -14,7 +17,7 @@ from test_view import launcher, plan_of, restarted_run, step, worker
 
 from colotrain.events.fold import fold
 from colotrain.events.view import RunView
-from colotrain.show.metrics import METRICS, Counts, MetricsServer, State, render
+from colotrain.show.metrics import METRICS, MOST_CLIENTS, Counts, MetricsServer, State, render
 from colotrain.spec.plan import RunPlan
 from tests.following import free_port
 
@@ -130,6 +133,21 @@ def test_only_its_own_path_is_answered_and_nothing_is_left_open() -> None:
             mute.sendall(b"\x00\xff nonsense\r\n\r\n")
     with pytest.raises(urllib.error.URLError):
         scrape(port)
+
+
+def test_idle_connections_take_a_bounded_number_of_threads() -> None:
+    port, before = free_port(), threading.active_count()
+    with MetricsServer(plan_with(port)):
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        with pytest.raises((OSError, http.client.HTTPException)):
+            scrape(port)
+        assert threading.active_count() <= before + 1 + MOST_CLIENTS
+        for connection in idle:
+            connection.close()
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before + 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        parse(scrape(port))
 
 
 def test_a_port_that_is_in_use_is_a_warning() -> None:
