@@ -259,6 +259,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, *arguments: Any) -> None:
         self.places = threading.BoundedSemaphore(MOST_CLIENTS)
