@@ -27,11 +27,10 @@ ROUNDING, LARGEST_ROUNDING = 100, 1e-3
 def check(evidence: Evidence) -> list[Verdict]:
     """Return the verdict of every check, in the order of `CHECKS`."""
     if not evidence.ranks:
-        by_hand = [remark for remark in evidence.remarks if remark.what == "no step"]
         why = "no Python process of the command made an optimizer step that could be observed"
-        if by_hand:
-            return [unchecked(name, by_hand[0].text, by_hand[0].site) for name in CHECKS]
-        return [unchecked(name, why) for name in CHECKS]
+        told = [remark for remark in evidence.remarks if remark.what in ("no step", "failure")]
+        why, site = (told[0].text, told[0].site) if told else (why, [])
+        return [unchecked(name, why, site) for name in CHECKS]
     compared = compared_steps(evidence)
     found = [
         steps(evidence),
