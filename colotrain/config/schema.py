@@ -207,7 +207,8 @@ class Train:
     stop_early: StopEarly = field(default_factory=StopEarly)
     """The end of a run whose evaluations no longer improve."""
     on_gradients: str | None = None
-    """`package.module:callable`, called with the gradients of each step before clipping."""
+    """`package.module:callable` of (model, number of steps before this one), called with the
+    gradients of each step before clipping."""
     profile: Profile = field(default_factory=Profile)
     """Traces of a few steps by torch's profiler."""
 
@@ -227,7 +228,7 @@ class Schedule:
     warmup_ratio: float | None = None
     """Warm-up as a fraction of the run, instead of `warmup_steps`."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the last step, as a fraction of `optim.lr`."""
+    """Learning rate at the last update, as a fraction of `optim.lr`; skipped steps make none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +252,8 @@ class Optim:
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms and biases of any shape, vectors and scalars have
-    none."""
+    """Weight decay of matrices, decoupled but for sgd, which adds it to the gradient as torch does;
+    norms and biases of any shape, vectors and scalars have none."""
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the run."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Container, Iterator, Set
+from collections.abc import Callable, Container, Iterator, Set
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def build(plan: ModelPlan, *, seed: int) -> nn.Module:
 
 def _with_values(plan: ModelPlan) -> nn.Module:
     try:
-        model = _call_target(plan)
+        model = _call(import_target("model.target", plan.target), plan)
     except RuntimeError as error:  # on meta this only says that real tensors are needed
         raise _refused(plan, error) from error
     for name, tensor in [*module_tree.named_parameters(model), *module_tree.named_buffers(model)]:
@@ -77,10 +77,10 @@ def _without_values(plan: ModelPlan) -> nn.Module:
     """
     if plan.hf is not None:
         return huggingface.build(plan)
-    mode = _Unfilled()
+    mode, target = _Unfilled(), import_target("model.target", plan.target)
     try:
         with huggingface.parameters_on_meta(mode.registered), mode:
-            model = _call_target(plan)
+            model = _call(target, plan)
     except RuntimeError as error:  # of operations that need values
         raise _refused(plan, error) from error
     if problem := _lost(model, mode):
@@ -147,10 +147,11 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
     if plan.is_deferred:
         model = _without_values(plan)
     else:
-        mode = _Unfilled()
+        # imported before: what the user's module makes when it is imported keeps its values
+        mode, target = _Unfilled(), import_target("model.target", plan.target)
         try:
             with torch.device("meta"), mode, warnings.catch_warnings(action="ignore"):
-                model = _call_target(plan)
+                model = _call(target, plan)
         except Exception:  # whatever a constructor raises that looks at values
             return None
         facts_of(model).init_called = mode.init_called
@@ -311,8 +312,7 @@ class _Unfilled(TorchFunctionMode):
         return next(lines, "")
 
 
-def _call_target(plan: ModelPlan) -> nn.Module:
-    target = import_target("model.target", plan.target)
+def _call(target: Callable[..., Any], plan: ModelPlan) -> nn.Module:
     try:
         model = target(**plan.args)
     except (RuntimeError, ColotrainError):  # on meta this only says that real tensors are needed

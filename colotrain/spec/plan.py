@@ -282,7 +282,7 @@ class Freeze:
     except_: tuple[str, ...] = ()
     """Globs of exceptions: parameters that still train (written `except`)."""
     unfreeze: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """`{STEP: [globs]}`: parameters that start to train at a step."""
+    """`{STEPS: [globs]}`: parameters that start to train after so many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,8 +43,9 @@ def warned(now: Any, then: Any, step: int) -> str | None:
 def test_a_longer_run_whose_decayed_rate_rises_says_from_where_to_where() -> None:
     told = warned(plan(100), plan(10), 10)
     assert told is not None
-    assert told.startswith("was made with train.max_steps=10: the learning rate of step 10 was ")
-    assert "was 0.0001 and goes on at 0.000988" in told  # 1e-3 * (0.1 + 0.45 * (1 + cos(7 pi/97)))
+    assert told.startswith("was made with train.max_steps=10: the last learning rate was ")
+    # 1e-3 * (0.1 + 0.45 * (1 + cos(8 pi/97)))
+    assert "was 0.0001, and the next is 0.000985" in told
 
 
 @pytest.mark.parametrize(

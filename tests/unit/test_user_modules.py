@@ -101,3 +101,28 @@ def test_the_users_code_alone_finds_modules_in_the_current_folder(
 
 def test_torch_finds_what_the_users_code_and_files_name(folder: Path) -> None:
     assert start(folder, OF_TORCH, "data.pt") == "([8, 9], 'things')"
+
+
+VALUES = """
+import torch
+from torch import nn
+MEAN = torch.tensor([1.0, 2.0])
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(MEAN.clone())
+"""
+
+
+def test_what_a_module_makes_when_it_is_imported_keeps_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from colotrain.models.loading import build_on_meta, build_whole
+    from colotrain.spec.plan import ModelPlan
+
+    (tmp_path / "with_values.py").write_text(VALUES)
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = ModelPlan(target="with_values:Net")
+    on_meta = build_on_meta(plan)
+    assert on_meta is None or next(on_meta.parameters()).is_meta
+    assert next(build_whole(plan, seed=0).parameters()).tolist() == [1.0, 2.0]

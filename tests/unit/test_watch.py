@@ -283,9 +283,7 @@ def test_a_save_that_was_stopped_with_its_rank_is_waited_for(tmp_path: Path) -> 
     timeout.checked_at -= 700  # both were stopped
     saver._waiting(save)
     timeout.waited_s += 75
-    with pytest.raises(
-        ColotrainError, match="not written within 75 s, without a report of rank 1"
-    ):
+    with pytest.raises(ColotrainError, match="not written within 75 s, without a report of rank 1"):
         saver._waiting(save)
     assert len(beats) == 2
 

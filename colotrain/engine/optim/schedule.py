@@ -72,7 +72,8 @@ def rate_warning(plan: RunPlan, then: Mapping[str, Any], step: int) -> str | Non
         "optim.schedule.decay_steps": (optim.decay_steps, plan.optim.decay_steps),
     }
     settings = ", ".join(f"{key}={a}" for key, (a, b) in changed.items() if a != b)
+    following = schedule(plan.optim, step, plan.train.max_steps)
     return (
-        f"was made with {settings}: the learning rate of step {step} was {old * optim.lr:.3g} and "
-        f"goes on at {new * plan.optim.lr:.3g}"
+        f"was made with {settings}: the last learning rate was {old * optim.lr:.3g}, and the next "
+        f"is {following * plan.optim.lr:.3g}"
     )
