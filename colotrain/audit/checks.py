@@ -29,7 +29,7 @@ def check(evidence: Evidence) -> list[Verdict]:
     if not evidence.ranks:
         why = "no Python process of the command made an optimizer step that could be observed"
         told = [remark for remark in evidence.remarks if remark.what in ("no step", "failure")]
-        why, site = (told[0].text, told[0].site) if told else (why, [])
+        why, site = (told[0].text, told[0].site) if told else (why, ["", ""])
         return [unchecked(name, why, site) for name in CHECKS]
     compared = compared_steps(evidence)
     found = [
