@@ -106,7 +106,7 @@ def untied(roots: Roots) -> list[str]:
     modules: list[Any] = [module for root in roots.training() for module in root.modules()]
     for module in modules:
         config: Any = getattr(module, "config", None)
-        if not getattr(module, "_tied_weights_keys", None) or not _ties(config):
+        if not getattr(module, "all_tied_weights_keys", None) or not _ties(config):
             continue
         both: list[Any] = []
         with contextlib.suppress(AttributeError, NotImplementedError):

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from colotrain.audit import model
 from colotrain.audit.sites import Site
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 @dataclass(slots=True)
@@ -66,22 +67,22 @@ def _off(root: nn.Module, held: Container[int]) -> list[str]:
 
 
 def _changes_with_mode(module: nn.Module) -> bool:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         return module.running_mean is not None
     is_dropout = "Dropout" in type(module).__name__ and bool(getattr(module, "p", 0))
     return is_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
 
 
-def _frozen_norms(root: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+def _frozen_norms(root: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
     """Yield BatchNorms in train mode that count batches, in parts without trainable parameters."""
     for name, module, part in _with_parts(root):
-        if isinstance(module, _BatchNorm) and module.training and module.momentum != 0:
+        if isinstance(module, BatchNorm) and module.training and module.momentum != 0:
             counts = module.num_batches_tracked is not None
             if counts and not any(p.requires_grad for p in part.parameters()):
                 yield name, module
 
 
-def _batches(norm: _BatchNorm) -> int:
+def _batches(norm: BatchNorm) -> int:
     return int(cast(Tensor, norm.num_batches_tracked))
 
 
@@ -92,7 +93,7 @@ def _with_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """
     modules = dict(root.named_modules())
     for name, module in modules.items():
-        if not (isinstance(module, _BatchNorm) or _changes_with_mode(module)):
+        if not (isinstance(module, BatchNorm) or _changes_with_mode(module)):
             continue
         part, place = module, name
         while place and (part is module or next(part.parameters(), None) is None):

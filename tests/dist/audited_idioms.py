@@ -1131,7 +1131,7 @@ def one_epoch() -> None:
 class LikeTransformers(Tied):
     """What a model of transformers tells about its embeddings."""
 
-    _tied_weights_keys = ("head.weight",)
+    all_tied_weights_keys = ("head.weight",)
 
     def __init__(self, **settings: bool) -> None:
         super().__init__()
