@@ -224,3 +224,25 @@ def test_samples_of_a_masked_model_have_the_frame_and_documents_do_not(
         row = samples[index]
         ids = row["input_ids"][row["attention_mask"].bool()].tolist()
         assert ids == auto(text).input_ids
+
+
+def test_a_directory_whose_files_transformers_reads_otherwise_is_told(tmp_path: Path) -> None:
+    folder, written = make(tmp_path / "mine", "gpt2"), tmp_path / "written"
+    rows = [{"text": f"{word} cafe\u0301"} for word in WORDS[:5]]
+
+    def others(tokenizer: Path) -> list[str]:
+        told = [note.text for note in records(tmp_path, tokenizer, rows).notes]
+        return [text for text in told if "makes others" in text]
+
+    assert not others(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "NFD"}}))
+    (text,) = others(folder)
+    assert f"training has the tokens of {file}, and transformers' Qwen2Tokenizer makes" in text
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(written)
+    (written / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert not others(written)

@@ -177,7 +177,9 @@ def _prepare(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> 
                     if corpora.fingerprint([*own, *files], salt) != fingerprint:
                         problem = "the data files changed while they were being read"
                         raise ColotrainError(problem, "start again when nothing writes to them")
-        store.remember(fingerprint, {"key": key, "unread": shown_names(rest_of(files, chosen))})
+        told = {"unread": shown_names(rest_of(files, chosen))}
+        told["other_tokens"] = vocabulary.other_tokens(plan.tokenizer)
+        store.remember(fingerprint, {"key": key, **told})
         made = _find(store, fingerprint)
     assert made is not None, f"{store.entry(key)} was not left whole"
     return made
@@ -205,10 +207,11 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
 def _find(store: Cache, fingerprint: str) -> Prepared | None:
     known = store.recall(fingerprint)
     found = _entry(store, str(known.get("key"))) if known else None
-    if known and found and (unread := known.get("unread")):
-        notes = (Note(text=f"not read, because no text: {unread}"), *found.notes)
-        return dataclasses.replace(found, notes=notes)
-    return found
+    if not known or not found:
+        return None
+    told = [f"not read, because no text: {unread}"] if (unread := known.get("unread")) else []
+    told += [others] if (others := known.get("other_tokens")) else []
+    return dataclasses.replace(found, notes=(*(Note(text=text) for text in told), *found.notes))
 
 
 def _entry(store: Cache, key: str) -> Prepared | None:

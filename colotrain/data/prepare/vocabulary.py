@@ -229,6 +229,14 @@ def frame_of(tokenizer: Tokenizer) -> Frame:
     return Frame()
 
 
+PROBES = (
+    "It's 2024-11-28: 1234567 items, that's all!\n\n\tTwo  spaces   and more ",
+    "cafe\u0301 caf\u00e9 \ufb01 \u2126 \u00bd \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+    "\U0001f469\u200d\U0001f467 DON'T",
+)
+"""Texts that pre-tokenizers and normalizers treat otherwise."""
+
+
 def document_form(spec: str, file: Path | None = None) -> DocumentForm:
     """The tokens around each document of text; `file` is that of a tokenizer without its own."""
     path = file or tokenizer_file(spec)
@@ -293,6 +301,36 @@ def _id_of(tokenizer: Tokenizer, name: Any, usual: Sequence[str]) -> int | None:
     names = [name] if isinstance(name, str) else usual
     known = (tokenizer.token_to_id(name) for name in names)
     return next((number for number in known if number is not None), None)
+
+
+def other_tokens(spec: str) -> str:
+    """Say that transformers makes other tokens of a model directory's files than tokenizer.json.
+
+    Some of its classes replace what is in that file. Empty where it makes the same, or is not
+    installed, or does not load the tokenizer.
+    """
+    folder = Path(spec).expanduser()
+    if not (folder / "tokenizer_config.json").is_file():
+        return ""
+    try:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        found = [theirs(text, add_special_tokens=False)["input_ids"] for text in PROBES]
+    except Exception:  # whatever the library raises about files of the user's
+        return ""
+    own = _load(folder / "tokenizer.json")
+    own.no_truncation()
+    own.no_padding()
+    if found == [own.encode(text, add_special_tokens=False).ids for text in PROBES]:
+        return ""
+    return (
+        f"training has the tokens of {folder / 'tokenizer.json'}, and transformers' "
+        f"{type(theirs).__name__} makes others of that directory, also of exports: write the files "
+        "anew with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    )
 
 
 def load(path: Path) -> Tokenizer:
