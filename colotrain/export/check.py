@@ -249,6 +249,10 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     trained = {e.dtype for e in stored.entries.values() if e.dtype.is_floating_point}
     model = own_model(plan, stored, written=None if trained == {dtype} else dtype)
     outputs = [outputs_of(model, sample, request) for sample in samples]
+    if kind == "peft":  # the run may have made another model of the base than its config.json says
+        architecture = type(model).__name__
+        made = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator,union-attr]
+        request["base_config"] = {**made, "architectures": [architecture]}
     if is_causal:
         vocab = outputs[0].numel() // samples[0]["input_ids"].numel()
         draws = torch.Generator().manual_seed(plan.train.seed)
@@ -272,6 +276,7 @@ def _request(folder: Path, kind: str, *, probe: list[list[int]] | None = None) -
         "folder": str(folder.absolute()),
         "kind": kind,
         "base": None,
+        "base_config": None,
         "import_from": [],
         "outputs": "causal",
         "loss": {"kind": "none"},

@@ -14,7 +14,7 @@ import json
 import operator
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -64,20 +64,32 @@ def grouped(tensors: Batch, kind: str) -> list[Batch]:
     return [found[number] for number in sorted(found)]
 
 
-def load_model(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:
-    """The model as transformers loads it, of the class that its config.json names."""
+def load_model(
+    folder: Path,
+    request: dict[str, Any],
+    problems: list[str],
+    *,
+    made: dict[str, Any] | None = None,
+    later: Sequence[str] = (),
+) -> Any:
+    """The model as transformers loads it, of the class that its config.json names.
+
+    `made` is another configuration, `later` the modules that get their weights elsewhere.
+    """
     import transformers
 
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config = made or json.loads((folder / "config.json").read_text("utf-8"))
     architecture: Any = getattr(transformers, (config.get("architectures") or [""])[0], None)
     base = transformers.PreTrainedModel
     is_model = isinstance(architecture, type) and issubclass(architecture, base)
     if not is_model:
         problems.append(f"config.json names no architecture: {config.get('architectures')}")
         return None
+    own = {} if made is None else {"config": architecture.config_class.from_dict(made)}
     try:
         model, told = architecture.from_pretrained(
             folder,
+            **own,
             dtype=torch.float32,
             output_loading_info=True,
             local_files_only=True,
@@ -88,8 +100,13 @@ def load_model(folder: Path, request: dict[str, Any], problems: list[str]) -> An
         problems.append(f"transformers does not load it: {type(error).__name__}: {error}")
         return None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if told.get(kind):
-            names = ", ".join(sorted(map(str, told[kind])))
+        found = {str(name) for name in told.get(kind) or ()}
+        if kind == "unexpected_keys" and made is not None:
+            continue  # of a head that this model does not have
+        if kind == "missing_keys":
+            found = {n for n in found if not any(f".{module}." in f".{n}" for module in later)}
+        if found:
+            names = ", ".join(sorted(found))
             problems.append(f"{kind.replace('_', ' ')} in the weights: {names[:500]}")
     return model.eval()
 
@@ -100,7 +117,14 @@ def load_adapter(folder: Path, request: dict[str, Any], problems: list[str]) -> 
         return None
     from peft import PeftModel
 
-    base = load_model(Path(request["base"]), request, problems)
+    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    base = load_model(
+        Path(request["base"]),
+        request,
+        problems,
+        made=request.get("base_config"),
+        later=settings.get("modules_to_save") or (),
+    )
     if base is None:
         return None
     try:

@@ -238,6 +238,33 @@ def test_a_head_on_a_directory_without_one_becomes_a_directory(
     assert "missing keys in the weights: score.weight" in wrong.out
 
 
+def test_the_adapter_of_a_classifier_made_of_a_causal_directory_is_checked_as_one(
+    colotrain: Colotrain, export: Export
+) -> None:
+    pytest.importorskip("peft")
+    folder = hf.make_chat_directory(colotrain.cwd / "backbone")
+    made = ("architectures: [LlamaForSequenceClassification]", "num_labels: 3", "pad_token_id: 0")
+    words = (f"model.hf={folder}", f"model.args={{{', '.join(made)}}}", "name=sequence")
+    data = "data.target=tests.dist.test_export_check:classified"
+    colotrain.run(
+        *SMALL_RUN,
+        *words,
+        data,
+        *LORA,
+        "adapter.targets=[q_proj,down_proj]",
+        "freeze.except=[score.*]",
+    )
+    assert checked(export, "sequence", "--to", "adapter", "--adapter")["format"] == "peft"
+    weights = colotrain.cwd / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    (name,) = [name for name in tensors if "score" in name]
+    save_file({**tensors, name: tensors[name] + 1.0}, weights, {"format": "pt"})
+    (colotrain.cwd / "adapter" / "receipt.json").unlink()
+    wrong = export("sequence", "--to", "adapter", "--check")
+    assert wrong.code == 4
+    assert "logits differ" in wrong.out
+
+
 @pytest.mark.slow
 def test_models_of_ones_own_are_checked_in_their_own_class(
     colotrain: Colotrain, export: Export
