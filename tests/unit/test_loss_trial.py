@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain.engine.gradients.accumulation import weighted_loss
-from colotrain.engine.step.loss_trial import Findings, examine
+from colotrain.engine.step.loss_trial import Findings, examine, notes_of
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.facts import facts_of
 from colotrain.models.loading import build_whole
@@ -269,6 +269,26 @@ def test_a_model_that_takes_one_number_of_samples_is_not_compared() -> None:
         return square(rows).mean()
 
     assert examine(Model(mean), {"x": torch.randn(4, 4)}) == Findings()
+
+
+class Classifier(nn.Module):
+    """Its loss is a sum of classes' weights with their count, or their mean."""
+
+    def __init__(self, *, is_weighed: bool) -> None:
+        super().__init__()
+        self.head, self.is_weighed = nn.Linear(4, 3), is_weighed
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.is_weighed:
+            return F.cross_entropy(self.head(x), kind)
+        return F.cross_entropy(self.head(x), kind, reduction="sum"), torch.tensor(float(len(x)))
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_what_a_loss_is_a_mean_over_is_told_unless_it_comes_with_a_count(is_weighed: bool) -> None:
+    batch = {"x": torch.randn(6, 4), "kind": torch.tensor([0, 1, 2, 0, 1, 2])}
+    told = list(notes_of(examine(Classifier(is_weighed=is_weighed), batch)))
+    assert told == ([] if is_weighed else ["the loss is a mean over kind that are not -100"])
 
 
 class Ragged:

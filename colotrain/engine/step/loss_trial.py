@@ -54,6 +54,8 @@ class Findings:
     """Why the loss is no mean over targets; empty where it is one, or where nothing is known."""
     copies: bool = False
     """Whether each label is the input of its own position."""
+    is_weighed: bool = False
+    """Whether the loss comes with what it is to be divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def problem_of(found: Findings, model: ModelPlan, data: DataPlan) -> Problem | N
 
 def notes_of(found: Findings) -> Iterator[str]:
     """Yield what people should know of a loss."""
-    if found.rule != TargetRule() and not found.against:
+    if found.rule != TargetRule() and not found.against and not found.is_weighed:
         yield f"the loss is a mean over {found.rule.named}"
     if found.against:
         yield found.against
@@ -149,7 +151,12 @@ def examine(
             stage.end_step()
         if whole is not None or stage.count > 1:
             break
-    return Findings(rule=rule, against=against, copies=copies_input(model, samples, rule))
+    return Findings(
+        rule=rule,
+        against=against,
+        copies=copies_input(model, samples, rule),
+        is_weighed=whole is not None and whole.weight is not None,
+    )
 
 
 class _Trial:
