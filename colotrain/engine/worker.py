@@ -144,7 +144,7 @@ def build_sharded(
     """
     model = build_alike(plan, data, events)
     trial = first_micro_batch(data[0]) if dist.get_rank() == 0 else None
-    targets = agree_on_targets(plan, trial, data[0], events)
+    targets = agree_on_targets(plan, model, trial, data[0], events)
     building = Build(
         plan=plan,
         rundir=rundir,

@@ -126,6 +126,18 @@ def test_a_sum_and_a_count_are_weighted_over_the_whole_global_batch(
     assert expected[0] - expected[-1] > 0.01
 
 
+def test_what_only_the_loss_takes_is_not_cast(colotrain: Colotrain, mine: dict[str, Any]) -> None:
+    (colotrain.cwd / "heavy.py").write_text(
+        "import objectives_mine\n"
+        "def samples():\n"
+        "    return [{**s, 'weight': 0 * s['weight'] + 1e5} for s in objectives_mine.samples()]\n"
+    )
+    words = ("train.loss=objectives_mine:weighted", "data.target=heavy:samples", "name=heavy")
+    colotrain.run(*SETTINGS, *words, "train.precision=fp16")  # which has no 1e5
+    notes = [e.fields["text"] for e in colotrain.events("heavy") if e.kind == "note"]
+    assert [text for text in notes if "casts x to float16 before forward" in text]
+
+
 def test_verify_calls_the_same_function_under_every_plugin(
     colotrain: Colotrain, mine: dict[str, Any]
 ) -> None:

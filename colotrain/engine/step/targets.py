@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from colotrain.data.read.loader import BatchLoader, read_batch
 from colotrain.data.read.samples import StreamSamples
@@ -19,13 +19,18 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.models.facts import facts_of
+from colotrain.models.objective import inputs_of
 from colotrain.models.outputs import TargetRule
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 
 
 def agree_on_targets(
-    plan: RunPlan, trial: dict[str, Tensor] | None, data: BatchLoader, events: EventWriter
+    plan: RunPlan,
+    model: nn.Module,
+    trial: dict[str, Tensor] | None,
+    data: BatchLoader,
+    events: EventWriter,
 ) -> tuple[float, dict[str, Tensor]]:
     """Return a step's targets when none is masked, and a few samples for `engine.step.loss_trial`.
 
@@ -36,7 +41,8 @@ def agree_on_targets(
     samples: dict[str, Tensor] = {}
     if trial is not None:
         nominal = float(plan.batch.global_batch * TargetRule().per_sample(trial))
-        cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
+        inputs = inputs_of(model, trial)
+        cast, problem = cast_inputs(inputs, cast_dtype(plan.train.precision))
         if cast:
             events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
         told, samples = (nominal, problem), first_samples(plan, trial, data)
