@@ -251,7 +251,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     outputs = [outputs_of(model, sample, request) for sample in samples]
     if kind == "peft":  # the run may have made another model of the base than its config.json says
         architecture = type(model).__name__
-        made = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator,union-attr]
+        made = json.loads(model.config.to_json_string(use_diff=False))
         request["base_config"] = {**made, "architectures": [architecture]}
     if is_causal:
         vocab = outputs[0].numel() // samples[0]["input_ids"].numel()
