@@ -20,7 +20,7 @@ from colotrain.launch.server.forkserver import ENTRY, work
 from colotrain.rundir import RunDir
 from colotrain.runs import detach, start, trust
 from colotrain.runs.resolving import resolve_config
-from colotrain.spec.exit_codes import WORKER_FINAL
+from colotrain.spec.exit_codes import WORKER_USAGE
 from colotrain.spec.plan import RunPlan
 from colotrain.verify import runner, worker
 
@@ -82,7 +82,7 @@ def test_a_rank_of_another_plan_ends_with_one_line(rundir: RunDir, tmp_path: Pat
     _, status = os.waitpid(child, 0)
     (line,) = log.read_text().splitlines()
     assert line.startswith(f"error: {rundir.path}/{CHANGED}")
-    assert os.waitstatus_to_exitcode(status) == WORKER_FINAL
+    assert os.waitstatus_to_exitcode(status) == WORKER_USAGE
 
 
 def test_ranks_get_the_digest_of_their_launcher_s_plan(rundir: RunDir) -> None:
