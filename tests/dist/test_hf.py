@@ -148,5 +148,5 @@ def test_a_checkpoint_of_what_trained_resumes_elsewhere_but_not_on_another_model
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     refused = colotrain("resume", "half", *changes, "train.max_steps=5")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "of a run that began with another model" in refused.err.splitlines()[-1]
