@@ -89,7 +89,7 @@ def new_python() -> list[str]:
 def described(error: BaseException) -> str:
     """Describe an error and its line in the user's code: `KeyError: 'x' (model.py:12)`.
 
-    One that is for the user has no name of a class.
+    A `ColotrainError`, which says what to do, is described without the name of its class.
     """
     line, own = users_line(error), isinstance(error, ColotrainError)
     kind = "" if own else f"{type(error).__name__}: "

@@ -16,7 +16,7 @@ from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unknown, wrong
 
 SEED_ALIKE = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning")
-"""Packages that seed all ranks alike, so that a script which uses them may not mean it."""
+"""Packages that seed all ranks alike: with them, equal dropout masks may be meant."""
 SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3", TENSOR_PARALLEL)
 
 
@@ -392,9 +392,7 @@ def frozen(evidence: Evidence) -> Verdict:
         site = evidence.first.steps[0].site
         return unknown(name, f"{why} between steps; that may be meant", site)
     if moving := moving_statistics(evidence.first):
-        text = (
-            f"running statistics of frozen BatchNorms move: {named(moving)}: call .eval() on them"
-        )
+        text = f"running statistics of frozen BatchNorms move ({named(moving)}): call .eval()"
         return wrong(name, text, evidence.first.steps[0].backward_at)
     return ok(name, f"{num} frozen parameters are unchanged")
 

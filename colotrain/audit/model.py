@@ -194,7 +194,7 @@ def framework(roots: list[nn.Module]) -> str:
 
 
 def is_split_twice(parameter: Any) -> bool:
-    """Whether a DTensor is split over two axes of its mesh: over ranks of other data, and alike."""
+    """Whether a DTensor is split along two axes of its mesh, as by FSDP and tensor parallelism."""
     return sum(not placement.is_replicate() for placement in parameter.placements) > 1
 
 

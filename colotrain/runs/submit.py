@@ -87,8 +87,11 @@ def submit_sweep(
     check_one_section(configs)
     print_notes(*configs, warnings=True)
     runs = {RunDir(RUNS / resolved.plan.name): resolved for resolved in configs}
-    to_check = iter(runs.items())
-    of_each(elements, lambda _: check_run(*next(to_check), force=force, overwrite=overwrite))
+    made = dict(zip([element.run for element in elements], runs.items(), strict=True))
+    of_each(
+        elements,
+        lambda element: check_run(*made[element.run], force=force, overwrite=overwrite),
+    )
     folder, first = RunDir(RUNS / elements[0].sweep), configs[0]
     job = job_of(runs, first, name=folder.name, logs=folder.logs)
     job = replace(job, is_array=True, max_parallel=max_parallel)

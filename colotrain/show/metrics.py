@@ -266,10 +266,13 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        if not self.places.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
+            return super().process_request(request, client_address)
+        except BaseException:  # no thread could be started, as under `ulimit -u`
+            self.places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

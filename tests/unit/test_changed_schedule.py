@@ -54,6 +54,7 @@ def test_a_longer_run_whose_decayed_rate_rises_says_from_where_to_where() -> Non
         (plan(10), plan(10), 5),
         (plan(100), plan(10), 0),  # nothing was trained
         (plan(100), plan(10), 2),  # within the same warm-up
+        (plan(11), plan(10), 10),  # the last rate of both
         (plan(100, schedule="constant"), plan(10, schedule="constant"), 10),
         (plan(10, lr=5e-4), plan(10), 5),  # the peak that was asked for
         (plan(100, schedule="wsd", decay_steps=5), plan(50, schedule="wsd", decay_steps=5), 40),

@@ -62,7 +62,8 @@ def rate_warning(plan: RunPlan, then: Mapping[str, Any], step: int) -> str | Non
     optim, max_steps = from_plain(OptimPlan, then["optim"]), then["train"]["max_steps"]
     old = schedule(optim, step - 1, max_steps)
     new = schedule(plan.optim, step - 1, plan.train.max_steps)
-    if math.isclose(old, new, rel_tol=1e-6):
+    following = schedule(plan.optim, step, plan.train.max_steps)
+    if math.isclose(old, new, rel_tol=1e-6) or math.isclose(old, following, rel_tol=1e-6):
         return None
     changed = {
         "train.max_steps": (max_steps, plan.train.max_steps),
@@ -72,7 +73,6 @@ def rate_warning(plan: RunPlan, then: Mapping[str, Any], step: int) -> str | Non
         "optim.schedule.decay_steps": (optim.decay_steps, plan.optim.decay_steps),
     }
     settings = ", ".join(f"{key}={a}" for key, (a, b) in changed.items() if a != b)
-    following = schedule(plan.optim, step, plan.train.max_steps)
     return (
         f"was made with {settings}: the last learning rate was {old * optim.lr:.3g}, and the next "
         f"is {following * plan.optim.lr:.3g}"
