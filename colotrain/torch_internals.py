@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,8 @@ except (ImportError, AttributeError) as error:
 COMPUTED_AGAIN: Any = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
 """Marker of selective checkpointing, from torch 2.13 on, for an output that is recomputed."""
 without_modes = _disable_current_modes
+cannot_use_cuda: Callable[[], bool] = getattr(torch._C, "_cuda_isInBadFork", lambda: False)
+"""Whether this process is a fork of one that used CUDA."""
 
 __all__ = [
     "BatchNorms",
@@ -84,6 +86,21 @@ __all__ = [
     "pytree",
     "tree_leaves",
 ]
+
+
+class NeedsCUDA(BaseException):
+    """A fork that cannot use CUDA was to do so. No user's `except Exception` takes it."""
+
+
+def keep_from_threads_and_cuda() -> None:
+    """Let a fork compute in one thread, for it has no others, and raise `NeedsCUDA`."""
+    torch.set_num_threads(1)
+    if cannot_use_cuda():
+        torch.cuda._lazy_init = _needs_cuda
+
+
+def _needs_cuda() -> NoReturn:
+    raise NeedsCUDA
 
 
 def call_instead_(module: nn.Module, act: Callable[..., Any] | None) -> None:

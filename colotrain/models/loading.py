@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterator, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from colotrain import module_tree
 from colotrain.dotted import described, import_target, shown_path
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.forked import in_fork
 from colotrain.models import adapters, huggingface
 from colotrain.models.allocating import Allocates, KeepsEscaped
 from colotrain.models.facts import facts_of
@@ -148,17 +150,31 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
         model = _without_values(plan)
     else:
         # imported before: what the user's module makes when it is imported keeps its values
-        mode, target = _Unfilled(), import_target("model.target", plan.target)
-        try:
-            with torch.device("meta"), mode, warnings.catch_warnings(action="ignore"):
-                model = _call(target, plan)
-        except Exception:  # whatever a constructor raises that looks at values
+        import_target("model.target", plan.target)
+        if not in_fork(partial(_can_do_without_values, plan)):
             return None
-        facts_of(model).init_called = mode.init_called
+        model = _called_on_meta(plan)
     if not all(parameter.is_meta for parameter in module_tree.parameters(model)):
         return None
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
+    return model
+
+
+def _can_do_without_values(plan: ModelPlan) -> bool:
+    """Whether the constructor of a user's model needs no values. What it keeps has none then."""
+    try:
+        _called_on_meta(plan)
+    except Exception:  # whatever a constructor raises that looks at values
+        return False
+    return True
+
+
+def _called_on_meta(plan: ModelPlan) -> nn.Module:
+    mode, target = _Unfilled(), import_target("model.target", plan.target)
+    with torch.device("meta"), mode, warnings.catch_warnings(action="ignore"):
+        model = _call(target, plan)
+    facts_of(model).init_called = mode.init_called
     return model
 
 

@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.util import source_from_cache
@@ -22,6 +22,9 @@ from types import FrameType
 from typing import Any
 
 from colotrain.current_folder import places_of_code
+from colotrain.dotted import import_target
+from colotrain.forked import in_fork
+from colotrain.spec.plan import ModelPlan
 from colotrain.user_modules import installed, is_below, is_users, python
 
 SYSTEM = ("/proc", "/sys", "/dev")
@@ -83,6 +86,20 @@ def record_dependencies(function: str, *args: Any) -> tuple[Any, Dependencies | 
     return result, found if len(found) <= MOST_NOTED else None
 
 
+def record_trial(function: str, model: ModelPlan, *args: Any) -> tuple[Any, Dependencies | None]:
+    """`record_dependencies` of a function that runs the model without values, in a fork.
+
+    What the user's code keeps of such values ends there. Its module is imported before, once.
+    """
+    if model.hf or model.target.startswith("colotrain."):  # nothing of theirs is kept
+        return record_dependencies(function, model, *args)
+    _loaded_before()
+    with _noted() as notes, suppress(Exception):  # the fork raises it, too
+        import_target("model.target", model.target)
+    _imports.append(notes)
+    return in_fork(functools.partial(record_dependencies, function, model, *args))
+
+
 def installation() -> list[tuple[str, int]]:
     """Folders that packages are installed in, each with its modification time in ns."""
     return [(path, os.stat(path).st_mtime_ns) for path in installed() if os.path.isdir(path)]
@@ -96,9 +113,9 @@ def _loaded_before() -> frozenset[str]:
 
 class _Notes:
     def __init__(self) -> None:
-        self.opened: set[str] = set()
-        self.listed: set[str] = set()
-        self.asked: set[str] = set()
+        self.opened: set[str] = {path for notes in _imports for path in notes.opened}
+        self.listed: set[str] = {path for notes in _imports for path in notes.listed}
+        self.asked: set[str] = {name for notes in _imports for name in notes.asked}
         self.environment = dict(os.environ)  # before libraries change it
 
     def dependencies(self) -> Dependencies:
@@ -112,6 +129,8 @@ class _Notes:
         )
 
 
+_imports: list[_Notes] = []
+"""What the user's modules depended on when `record_trial` imported them."""
 _notes: list[_Notes] = []
 """Stack of recorders; events go to the last."""
 

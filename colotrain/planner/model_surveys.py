@@ -15,13 +15,14 @@ from colotrain.launch.server.compiler import postpone_compiler
 from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
 from colotrain.planner.cache import cached
-from colotrain.planner.dependencies import Dependencies, record_dependencies
+from colotrain.planner.dependencies import Dependencies, record_dependencies, record_trial
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import LossStudy, Survey, Trace
 
-RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"
+WITHOUT_VALUES = frozenset({"survey", "trace_micro_batch", "sequence"})
+"""Functions that build a model without values, or run it without them."""
 ShowPreparation = Callable[[], AbstractContextManager[Progress]]
 
 
@@ -132,14 +133,16 @@ class ModelSurveys:
         return found
 
     def _call(self, function: str, *args: Any) -> Any:
+        record = record_trial if function in WITHOUT_VALUES else record_dependencies
         if is_warm() and SURVEY not in sys.modules:
             with suppress(NotForked):
-                return self.caller(RECORD_DEPENDENCIES, f"{SURVEY}:{function}", *args)
+                caller = f"{record.__module__}:{record.__name__}"
+                return self.caller(caller, f"{SURVEY}:{function}", *args)
         with stdout_to_stderr():
             if "torch" not in sys.modules:
                 import_quickly(SURVEY)
                 postpone_compiler()
-            return record_dependencies(f"{SURVEY}:{function}", *args)
+            return record(f"{SURVEY}:{function}", *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

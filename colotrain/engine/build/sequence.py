@@ -7,7 +7,7 @@ output of the block before, and the loss as the output of the last block, but in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
 from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_bytes
-from colotrain.engine.sharding.grouping import without_storage
+from colotrain.engine.sharding.grouping import WITHOUT_VALUES, without_storage
 from colotrain.errors import message_of
+from colotrain.forked import in_fork
 from colotrain.models.objective import output_of
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import (
-    FakeTensorMode,
     TorchDispatchMode,
     is_persistent,
     is_random,
@@ -113,22 +113,33 @@ class _OneStage(TorchDispatchMode):
 
 
 def _tried(model: nn.Module, names: list[str], batch: Mapping[str, Tensor]) -> BlockSequence:
-    state, reason = torch.get_rng_state(), ""
-    for mode in (torch.device("meta"), FakeTensorMode(allow_non_fake_inputs=True)):
-        try:
-            with mode, torch.enable_grad():
-                copied = without_storage(model)
-                for parameter in module_tree.parameters(copied):
-                    if parameter.is_floating_point():
-                        parameter.requires_grad_(True)
-                return _Trial(copied, names).run(without_storage(dict(batch)))
-        except NoSequence:
-            raise
-        except Exception as error:  # whatever a forward raises that reads values
-            reason = f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
-        finally:
-            torch.set_rng_state(state)
+    reason = ""
+    for mode in WITHOUT_VALUES:
+        found = in_fork(partial(_ran, model, names, batch, mode))
+        if isinstance(found, BlockSequence):
+            return found
+        reason = found
     raise NoSequence(f"its forward does not run without values ({reason})")
+
+
+def _ran(
+    model: nn.Module, names: list[str], batch: Mapping[str, Tensor], mode: Callable[[], Any]
+) -> BlockSequence | str:
+    """Return the blocks of one trial, or what it raised."""
+    state = torch.get_rng_state()
+    try:
+        with mode(), torch.enable_grad():
+            copied = without_storage(model)
+            for parameter in module_tree.parameters(copied):
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(True)
+            return _Trial(copied, names).run(without_storage(dict(batch)))
+    except NoSequence as error:
+        return BlockSequence(against=str(error))
+    except Exception as error:  # whatever a forward raises that reads values
+        return f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
+    finally:
+        torch.set_rng_state(state)
 
 
 class _Trial(TorchFunctionMode):

@@ -29,6 +29,7 @@ from colotrain.engine.model.model_blocks import (
     sharded_parameters,
 )
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
+from colotrain.forked import in_fork
 from colotrain.models.objective import inputs_of
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.packing import Unit, pack
@@ -151,17 +152,18 @@ def reasons_against(
     """Return block name → reason why the block cannot be a group.
 
     A forward must call a group exactly once and use its parameters nowhere else; a penalty over all
-    parameters, say, uses them outside their blocks. The trial runs on a copy without storage: on
-    the meta device or, where that fails, with fake tensors, for which transformers skips its checks
-    of values. A model whose forward must read values can run as neither. Then a real copy is tried
-    with one sample, and a block counts only if its neighbours of the same kind get inputs of the
-    same shape (experts that divide the tokens do not). If no trial runs, no block can be a group.
+    parameters, say, uses them outside their blocks. The trial runs on a copy without storage, in a
+    fork: on the meta device or, where that fails, with fake tensors, for which transformers skips
+    its checks of values. A model whose forward must read values can run as neither. Then a real
+    copy is tried with one sample, and a block counts only if its neighbours of the same kind get
+    inputs of the same shape (experts that divide the tokens do not). If no trial runs, no block can
+    be a group.
     """
     names = [name for name, _ in blocks]
-    modes = (lambda: torch.device("meta"), lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    for make in modes:  # fake tensors load torch's compiler, and are rarely needed
-        calls = _trial(without_storage, model, blocks, batch, mode=make())
+    for mode in WITHOUT_VALUES:
+        calls, changing = in_fork(partial(_without_values, model, blocks, batch, mode))
         if calls is not None:
+            CHANGING.update(module for name, module in blocks if name in changing)
             return {name: why for name in names if (why := _against(calls.get(name)))}
     real = all(not p.is_meta for p in module_tree.parameters(model))
     if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
@@ -173,6 +175,22 @@ def reasons_against(
     regular = _regular(blocks, calls)
     irregular = "are called as values decide, or not once each"
     return {n: _against(calls.get(n)) or irregular for n in names if n not in regular}
+
+
+WITHOUT_VALUES: tuple[Callable[[], Any], ...] = (
+    partial(torch.device, "meta"),
+    partial(FakeTensorMode, allow_non_fake_inputs=True),
+)
+"""Modes in which a forward runs without values. Fake tensors, which load torch's compiler, are
+rarely needed. Each mode needs a fork of its own: what is kept in one is of no use to the next."""
+
+
+def _without_values(
+    model: nn.Module, blocks: list[Block], batch: dict[str, Tensor], mode: Callable[[], Any]
+) -> tuple[dict[str, list[Any]] | None, set[str]]:
+    """Return what `_trial` finds, and the names of the blocks that change their inputs."""
+    calls = _trial(without_storage, model, blocks, batch, mode=mode())
+    return calls, {name for name, module in blocks if module in CHANGING}
 
 
 def _against(calls: list[Any] | None) -> str:

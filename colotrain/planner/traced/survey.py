@@ -123,7 +123,7 @@ def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
 
     The samples are the first of a user's dataset, or random tokens.
     """
-    module = build_on_meta(model)
+    module = build_on_meta(model) if model.is_deferred else None
     if module is not None:
         attach_(module, model)
     if module is None or not loss_trial.sums_tokens(module):

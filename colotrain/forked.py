@@ -1,0 +1,92 @@
+"""Runs a function in a fork of this process, in which everything that it changes ends.
+
+A model that runs without values leaves such tensors wherever the user's code keeps what it makes:
+in a function's cache, in a table of a module, in a module that it imports first. The next forward,
+which has values, would take them for its own. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn, TypeVar
+
+from colotrain.errors import ColotrainError
+from colotrain.parent_process import die_with, has_ended
+
+LIMIT_S = 600.0
+"""Maximum seconds in a fork: as long as a rank may be silent until its first step."""
+
+FLUSH_S = 5.0
+"""Maximum seconds after its answer in which a fork writes what the user's code has printed."""
+
+T = TypeVar("T")
+
+
+def in_fork(function: Callable[[], T]) -> T:
+    """Return what `function` returns in a fork of this process, or raise its `ColotrainError`.
+
+    Where the fork does not answer (it was killed, it needs a GPU, its result cannot be pickled),
+    `function` is called here.
+    """
+    ours, theirs = Pipe(duplex=False)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or of the user's own making
+            stream.flush()
+    parent = os.getpid()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python warns of threads
+            child = os.fork()
+    except OSError:
+        ours.close()
+        theirs.close()
+        return function()
+    if not child:
+        _answer(function, theirs, parent)
+    theirs.close()
+    outcome, found = _received(ours, child)
+    if outcome == "refused":
+        raise found
+    return found if outcome == "found" else function()
+
+
+def _answer(function: Callable[[], Any], pipe: Connection, parent: int) -> NoReturn:
+    """Body of the fork."""
+    try:
+        die_with(parent)
+        if (torch := sys.modules.get("colotrain.torch_internals")) is not None:
+            torch.keep_from_threads_and_cuda()
+        try:
+            outcome = ("found", function())
+        except ColotrainError as error:
+            outcome = ("refused", error)
+        pipe.send_bytes(pickle.dumps(outcome))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # the parent calls the function itself
+        os._exit(1)
+    os._exit(0)
+
+
+def _received(pipe: Connection, child: int) -> tuple[str, Any]:
+    """What process `child` sends; `("", None)` where it does not. It has ended afterwards."""
+    try:
+        if pipe.poll(LIMIT_S):
+            found: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
+            has_ended(child, within_s=FLUSH_S)
+            return found
+    except (EOFError, OSError, pickle.PickleError):
+        pass
+    finally:
+        pipe.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+    return "", None
