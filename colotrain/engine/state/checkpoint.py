@@ -20,7 +20,7 @@ from torch import Tensor
 from colotrain.engine.model import generators
 from colotrain.engine.optim.schedule import rate_warning
 from colotrain.engine.state import plain_state, sources
-from colotrain.engine.state.dcp_json import load, read_index
+from colotrain.engine.state.index import load, read_index
 from colotrain.engine.state.manifest import (
     Manifest,
     check_batch,
@@ -145,7 +145,7 @@ def restore(run: Run, path: Path) -> None:
     index = read_index(path)
     if run.rank == 0:
         told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
-        told += _buffers_of_others(run, manifest, index.state_dict_metadata)
+        told += _buffers_of_others(run, manifest, index)
         rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
         for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
@@ -154,7 +154,7 @@ def restore(run: Run, path: Path) -> None:
             run,
             path,
             manifest,
-            index.state_dict_metadata,
+            index,
             lambda wanted: load(wanted, parts_of(run, wanted), index),
         )
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from colotrain.engine.comms import exchange
-from colotrain.engine.state.dcp_json import read_index
+from colotrain.engine.state.index import read_index
 from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
 from colotrain.engine.state.memory_copy import Copied
 from colotrain.engine.state.whole_copy import WholeCopy
@@ -89,7 +89,7 @@ def names_to_restore(
     if copied is not None:
         stored = copied.sizes()
     elif resumed is not None:
-        stored = read_index(resumed).state_dict_metadata
+        stored = read_index(resumed)
     if plan.data.pairs:
         return set()
     return {name.removeprefix("model.") for name in stored if name.startswith("model.")}

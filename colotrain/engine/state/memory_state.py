@@ -14,7 +14,7 @@ from colotrain.engine.model import generators
 from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.state import plain_state, sources
 from colotrain.engine.state.checkpoint import began_with, fill, manifest_of
-from colotrain.engine.state.dcp_json import load
+from colotrain.engine.state.index import load
 from colotrain.engine.state.memory_copy import Copied
 from colotrain.engine.state.pieces import (
     buffers_of,

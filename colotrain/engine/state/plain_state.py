@@ -72,7 +72,7 @@ def as_stored(stored: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def bytes_of(entry: Any) -> Tensor:
-    return torch.empty(getattr(entry, "size", entry), dtype=torch.uint8)
+    return torch.empty(getattr(entry, "shape", entry), dtype=torch.uint8)
 
 
 def restore(run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool) -> None:

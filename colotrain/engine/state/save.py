@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from colotrain.engine.comms.notes import Notes
-from colotrain.engine.state.dcp_json import INDEX, MOST_OF_INDEX, describe, join
+from colotrain.engine.state.index import INDEX, MOST_OF_INDEX, describe, join
 from colotrain.engine.state.manifest import (
     FileEntry,
     Manifest,

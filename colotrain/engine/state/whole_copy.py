@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from colotrain.engine.comms import exchange
 from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import RemoteFile, RemoteLauncher
-from colotrain.engine.state.dcp_json import INVALID, FileSource, Source, index_of, join
+from colotrain.engine.state.index import INVALID, FileSource, Index, Source, index_of, join
 from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.errors import ConfigError
@@ -73,7 +72,7 @@ class FoundCopy:
     about: dict[str, Any]
 
     def index(self) -> dict[str, Any]:
-        """Return its part of the index (`dcp_json.join`); the file is named by the rank."""
+        """Return its part of the index (`index.join`); the file is named by the rank."""
         starts, tensors = self.file.places(), {}
         for name, part in self.about["parts"].items():
             start, length = starts[part["held"]]
@@ -135,7 +134,7 @@ class WholeCopy:
 
     key: Key
     manifest: Manifest
-    index: Metadata
+    index: Index
 
     @property
     def step(self) -> int:
@@ -143,7 +142,7 @@ class WholeCopy:
 
     def sizes(self) -> Mapping[str, Any]:
         """Return the tensors' names, with their descriptions."""
-        return self.index.state_dict_metadata
+        return self.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
