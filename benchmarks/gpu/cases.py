@@ -161,7 +161,7 @@ MEMORY: dict[str, list[int]] = {}
 
 
 def offer_memory(run: str) -> None:
-    from colotrain.launch.memory_files import COPIES
+    from colotrain.launch.copy_keeper import COPIES
     from colotrain.records import to_plain
     from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
 

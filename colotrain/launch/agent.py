@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from colotrain.addresses import LOOPBACK
-from colotrain.launch.memory_files import MemoryFiles
+from colotrain.launch.copy_keeper import MemoryFiles
 from colotrain.launch.node_registry import Left, NotNeeded, Stopped
 from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.server.forkserver import how_server_ended, without_results, work

@@ -27,7 +27,7 @@ from colotrain.engine import worker
 from colotrain.engine.step import monitor
 from colotrain.engine.step.train import train
 from colotrain.events.log import EventReader, EventWriter
-from colotrain.launch.memory_files import COPIES
+from colotrain.launch.copy_keeper import COPIES
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from

@@ -197,7 +197,7 @@ def fill(
     if same_ranks:
         own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
         base = {own_: name for name, own_ in own.items()}
-        sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
+        sized = {o: plain_state.blank(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
         wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
     load(wanted)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
