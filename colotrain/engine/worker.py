@@ -31,14 +31,14 @@ from colotrain.engine.model.precision import LossScale
 from colotrain.engine.model.probes import own_log
 from colotrain.engine.offload import page_locked
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
-from colotrain.engine.state import checkpoint, memory_state
+from colotrain.engine.state import checkpoint
 from colotrain.engine.state.beside import BesideGradients
 from colotrain.engine.state.choosing import choose_checkpoint, names_to_restore
-from colotrain.engine.state.memory_copy import Copied, MemoryCopies
+from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.run_state import Run, Stop, Targets
 from colotrain.engine.state.saving import Saver
 from colotrain.engine.state.sources import sources_of
-from colotrain.engine.state.whole_copy import WholeCopy
+from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from colotrain.engine.step import monitor
 from colotrain.engine.step.inputs import first_micro_batch, import_targets, open_loaders
 from colotrain.engine.step.precompute import precompute
@@ -183,7 +183,7 @@ class StartingPoint:
     def restore_(self, run: Run) -> None:
         """Read the state into `run`, and begin to copy it. All ranks must call."""
         if self.copied is not None:
-            memory_state.restore(run, self.copied)
+            checkpoint.restore_copy(run, self.copied)
         elif self.resumed is not None:
             checkpoint.restore(run, self.resumed)
         if self.copies is not None:

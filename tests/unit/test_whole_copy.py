@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from colotrain.engine.state.buddy import RemoteFile
-from colotrain.engine.state.memory_copy import Copied, MemoryCopies
-from colotrain.engine.state.whole_copy import WholeCopy
+from colotrain.engine.state.memory_copy import MemoryCopies
+from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from tests.checkpoints import read_all
 from tests.copies import Launcher, Ranks, opened, take, whole_state
 

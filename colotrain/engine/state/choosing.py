@@ -11,8 +11,7 @@ import torch.distributed as dist
 from colotrain.engine.comms import exchange
 from colotrain.engine.state.index import read_index
 from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
-from colotrain.engine.state.memory_copy import Copied
-from colotrain.engine.state.whole_copy import WholeCopy
+from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter

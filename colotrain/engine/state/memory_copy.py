@@ -34,6 +34,7 @@ from colotrain.engine.state.buddy import Buddy, RemoteLauncher
 from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.memory_file import FIRST, MemoryFile
 from colotrain.engine.state.whole_copy import (
+    Copied,
     Key,
     WholeCopy,
     describe,
@@ -41,7 +42,6 @@ from colotrain.engine.state.whole_copy import (
     key_of,
     look,
 )
-from colotrain.errors import ConfigError
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
 from colotrain.records import from_plain, to_plain
@@ -55,22 +55,6 @@ SHORTEST_PAUSE_S = 30.0
 """Seconds after an error until copies are sent to the other node again; doubled with each error."""
 SMOOTHING = 0.2
 """Weight of the newest copy in the mean cost of copies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """This rank's own copy, of a moment of which every rank has its own."""
-
-    key: Key
-    file: MemoryFile
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    def sizes(self) -> dict[str, int]:
-        return self.file.sizes()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +139,7 @@ class MemoryCopies:
     def choose(self) -> Copied | WholeCopy | None:
         """Return the newest copy that every rank has whole. All ranks must call."""
         memory = look(self.places, self.local_rank, self._ranks_here)
-        mine = {found.key: found for file in self.files if (found := self._read(file))}
+        mine = self._own_copies()
         held = [(copy.key, copy.rank) for copy in memory.copies]
         told = exchange.all_gather((list(mine), held, memory.newest, memory.valid_from))
         self.number = max(newest for _, _, newest, _ in told)
@@ -168,7 +152,7 @@ class MemoryCopies:
         for key in sorted(ranks_of, reverse=True):
             if key.number < self.valid_from:
                 break
-            if all(key in own for own in everyone) and self._all_intact(mine[key].file):
+            if all(key in own for own in everyone) and self._all_intact(mine[key]):
                 return mine[key]
             if ranks_of[key] == set(range(key.world_size)):
                 whole = join_copies(key, memory, partial(self._pass_over, key), self.readers)
@@ -180,8 +164,8 @@ class MemoryCopies:
         text = f"warning: rank {dist.get_rank()}: copies of step {key.step} cannot be read: {why}"
         self.events.write(Note(text=text))
 
-    def _all_intact(self, file: MemoryFile) -> bool:
-        bad = torch.tensor(float(not file.is_intact()))
+    def _all_intact(self, copy: Copied) -> bool:
+        bad = torch.tensor(float(not copy.is_intact()))
         dist.all_reduce(bad)
         return bad.item() == 0
 
@@ -189,17 +173,14 @@ class MemoryCopies:
     def _ranks_here(self) -> int:
         return self.plan.cluster.procs_per_node
 
-    def _read(self, file: MemoryFile) -> Copied | None:
-        """Return what is in one of this rank's files, if this rank made it."""
-        about = file.read()
-        if about is None or about.get("rank") != [dist.get_rank(), dist.get_world_size()]:
-            return None
-        key = key_of(about)
-        try:
-            manifest = from_plain(Manifest, about["manifest"])
-        except ConfigError:
-            return None
-        return Copied(key=key, file=file, manifest=manifest) if key is not None else None
+    def _own_copies(self) -> dict[Key, Copied]:
+        """Return what is in this rank's files, if this rank made it."""
+        here, found = [dist.get_rank(), dist.get_world_size()], {}
+        for file in self.files:
+            about = file.read()
+            if about and about.get("rank") == here and (key := key_of(about)) is not None:
+                found[key] = Copied(key=key, file=file, about=about)
+        return found
 
     def begin(self, copied: Copied | WholeCopy | None, step: int) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""

@@ -60,16 +60,37 @@ def describe(parts: Mapping[str, Part | None], held: Mapping[str, Tensor]) -> di
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCopy:
-    """A copy in the memory of this rank's launcher."""
+class Copied:
+    """A copy in the memory of this rank's launcher, which this rank may have made itself."""
 
     key: Key
-    rank: int
-    """Rank that made it."""
     file: MemoryFile
-    handle: int
-    """The file's handle in the launcher."""
     about: dict[str, Any]
+    handle: int = -1
+    """The file's handle in the launcher; -1 for this rank's own files, which have paths."""
+
+    @property
+    def rank(self) -> int:
+        """Rank that made it."""
+        return int(self.about["rank"][0])
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it tells of the run; `ConfigError` where other code wrote it."""
+        return from_plain(Manifest, self.about["manifest"])
+
+    @property
+    def step(self) -> int:
+        return self.key.step
+
+    def is_intact(self) -> bool:
+        """Whether all of it can be read, by its checksum."""
+        with suppress(ConfigError):
+            return bool(self.manifest) and self.file.is_intact()
+        return False
+
+    def sizes(self) -> dict[str, int]:
+        return self.file.sizes()
 
     def index(self) -> dict[str, Any]:
         """Return its part of the index (`index.join`); the file is named by the rank."""
@@ -99,7 +120,7 @@ class Memory:
     """This rank's share of the files in its launcher's memory."""
 
     places: CopyPlaces
-    copies: list[FoundCopy]
+    copies: list[Copied]
     newest: int
     """Number of the newest copy in these files, be it void."""
     valid_from: int
@@ -117,10 +138,7 @@ def look(places: CopyPlaces, share: int, shares: int) -> Memory:
             newest = max(newest, about["number"])
             valid_from = max(valid_from, about["valid_from"])
             if (key := key_of(about)) is not None:
-                found = FoundCopy(
-                    key=key, rank=about["rank"][0], file=file, handle=handle, about=about
-                )
-                copies.append(found)
+                copies.append(Copied(key=key, file=file, handle=handle, about=about))
     return Memory(places=places, copies=copies, newest=newest, valid_from=valid_from)
 
 
