@@ -112,14 +112,19 @@ Index = Mapping[str, Stored]
 
 def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]:
     """Return the part of the index for what one rank wrote."""
-    tensors = {}
-    for piece, start in zip(pieces, written.starts, strict=True):
-        name, shape = piece.part.name, list(piece.part.whole)
-        box = {"offsets": list(piece.part.begin), "sizes": list(piece.local.shape)}
-        place = {"file": file, "start": start, "length": piece.local.nbytes}
-        dtype = str(piece.local.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "shape": shape, "chunks": [box | place]}
-    return tensors
+    pairs = zip(pieces, written.starts, strict=True)
+    return {p.part.name: entry_of(p.part, p.local, file=file, start=start) for p, start in pairs}
+
+
+def entry_of(part: Part, local: Tensor, *, file: str, start: int) -> dict[str, Any]:
+    """Return what the index says of a tensor of which this rank writes a part."""
+    sizes = list(local.shape)
+    box = {"offsets": list(part.begin), "sizes": sizes}
+    place = {"file": file, "start": start, "length": local.nbytes}
+    dtype = str(local.dtype).removeprefix("torch.")
+    # plain data, which is not divided, may have another length than when its part was found
+    shape = list(part.whole) if part.divided else sizes
+    return {"dtype": dtype, "shape": shape, "chunks": [box | place]}
 
 
 def join(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -242,9 +242,9 @@ class MemoryCopies:
             "number": self.number + 1,
             "valid_from": self.valid_from,
             "attempt": self.attempt,
-            "rank": [dist.get_rank(), dist.get_world_size()],
+            "rank": [(rank := dist.get_rank()), dist.get_world_size()],
             "manifest": to_plain(manifest),
-            "parts": describe(self.parts, tensors),
+            "tensors": describe(self.parts, tensors, rank),
         }
         write = partial(self._write, self.files[0], about, beside=self.valid)
         if self.beside is None:

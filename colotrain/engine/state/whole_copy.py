@@ -19,9 +19,17 @@ from torch import Tensor
 from colotrain.engine.comms import exchange
 from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import RemoteFile, RemoteLauncher
-from colotrain.engine.state.index import INVALID, FileSource, Index, Source, index_of, join
+from colotrain.engine.state.index import (
+    INVALID,
+    FileSource,
+    Index,
+    Source,
+    entry_of,
+    index_of,
+    join,
+)
 from colotrain.engine.state.manifest import Manifest
-from colotrain.engine.state.memory_file import MemoryFile
+from colotrain.engine.state.memory_file import MemoryFile, places_of
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import CopyPlaces
@@ -38,25 +46,19 @@ class Key(NamedTuple):
     """Random text of the attempt that made it."""
 
 
-def describe(parts: Mapping[str, Part | None], held: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a copy of `held` adds to the whole, as plain data: name in the whole → part.
+def describe(
+    parts: Mapping[str, Part | None], held: Mapping[str, Tensor], rank: int
+) -> dict[str, Any]:
+    """Return the part of the index (`index.join`) for a copy of `held`; its file is the rank's.
 
     `parts` are the parts by their names in `held`; None: another rank adds the same.
     """
-    found = {}
-    for name, part in parts.items():
-        if part is None:
-            continue
-        sizes = list(held[name].shape)
-        found[part.name] = {
-            "held": name,
-            "dtype": str(held[name].dtype).removeprefix("torch."),
-            # plain data, which is not divided, may have another length now
-            "shape": list(part.whole) if part.divided else sizes,
-            "offsets": list(part.begin),
-            "sizes": sizes,
-        }
-    return found
+    places = places_of(held)
+    return {
+        part.name: entry_of(part, held[name], file=str(rank), start=places[name][0])
+        for name, part in parts.items()
+        if part is not None
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +93,6 @@ class Copied:
 
     def sizes(self) -> dict[str, int]:
         return self.file.sizes()
-
-    def index(self) -> dict[str, Any]:
-        """Return its part of the index (`index.join`); the file is named by the rank."""
-        starts, tensors = self.file.places(), {}
-        for name, part in self.about["parts"].items():
-            start, length = starts[part["held"]]
-            box = {"offsets": part["offsets"], "sizes": part["sizes"]}
-            place = {"file": str(self.rank), "start": start, "length": length}
-            tensors[name] = {
-                "dtype": part["dtype"],
-                "shape": part["shape"],
-                "chunks": [box | place],
-            }
-        return tensors
 
 
 def key_of(about: dict[str, Any]) -> Key | None:
@@ -190,7 +178,7 @@ def join_copies(
             launcher=memory.places.own,
             handle=copy.handle,
             num_bytes=copy.file.end(),
-            index=copy.index(),
+            index=copy.about["tensors"],
             manifest=copy.about["manifest"],
         )
         for copy in memory.copies
