@@ -22,10 +22,9 @@ from typing import Any
 
 from colotrain import host
 from colotrain.connections import MALFORMED, Link, Service
-from colotrain.spec.elastic import COPY_SERVICE, COPY_STALL_S
+from colotrain.spec.elastic import COPIES, COPY_SERVICE, COPY_STALL_S
 from colotrain.spec.plan import RunPlan
 
-COPIES = 2
 SHARE_OF_FREE_MEMORY = 0.9
 
 
@@ -36,13 +35,6 @@ class MemoryFiles:
         wanted = plan.elastic.memory_copy.enabled and hasattr(os, "memfd_create")
         num = COPIES * plan.cluster.procs_per_node if wanted else 0
         self.handles = [os.memfd_create("colotrain-copy", os.MFD_CLOEXEC) for _ in range(num)]
-
-    def paths(self) -> list[str]:
-        """Return, for each local rank, the paths of its files, separated by colons."""
-        found = [f"/proc/{os.getpid()}/fd/{handle}" for handle in self.handles]
-        return [
-            os.pathsep.join(found[start : start + COPIES]) for start in range(0, len(found), COPIES)
-        ]
 
     def close(self) -> None:
         """Free the memory, unless workers still run."""

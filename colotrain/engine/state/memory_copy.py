@@ -45,7 +45,7 @@ from colotrain.engine.state.whole_copy import (
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
+from colotrain.spec.elastic import COPY_PLACES, CopyPlaces
 from colotrain.spec.plan import RunPlan
 
 ABOUT_BYTES = 1 << 20
@@ -110,9 +110,14 @@ class MemoryCopies:
         if not plan.elastic.memory_copy.enabled:
             return None
         # not for children of this rank, which inherit its environment
-        paths, files = os.environ.pop(MEMORY_FILES, "").split(os.pathsep), []
-        given = os.environ.pop(COPY_PLACES, "")
+        given, files = os.environ.pop(COPY_PLACES, '{"launcher": 0}'), []
+        places, local_rank = (
+            from_plain(CopyPlaces, json.loads(given)),
+            int(os.environ["LOCAL_RANK"]),
+        )
         try:
+            if not (paths := places.own_paths(local_rank)):
+                raise FileNotFoundError("it has no files for them")
             files = [MemoryFile(path) for path in paths]
         except OSError as error:
             _say_none(events, f"the launcher's memory cannot be reached ({error})")
@@ -121,14 +126,13 @@ class MemoryCopies:
         if missing.item():
             return None
         attempt = str(exchange.broadcast(secrets.token_hex(4)))
-        places = from_plain(CopyPlaces, json.loads(given))
         copies = MemoryCopies(
             plan=plan,
             events=events,
             files=files,
             attempt=attempt,
             places=places,
-            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_rank=local_rank,
         )
         if places.buddy:
             copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)

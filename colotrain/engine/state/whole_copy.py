@@ -120,7 +120,7 @@ def look(places: CopyPlaces, share: int, shares: int) -> Memory:
     copies, newest, valid_from = [], 0, 0
     for handle in places.files[share::shares]:
         with suppress(OSError, *INVALID):
-            file = MemoryFile(path_of(places, handle))
+            file = MemoryFile(places.path(handle))
             if (about := file.read()) is None:
                 continue
             newest = max(newest, about["number"])
@@ -128,10 +128,6 @@ def look(places: CopyPlaces, share: int, shares: int) -> Memory:
             if (key := key_of(about)) is not None:
                 copies.append(Copied(key=key, file=file, handle=handle, about=about))
     return Memory(places=places, copies=copies, newest=newest, valid_from=valid_from)
-
-
-def path_of(places: CopyPlaces, handle: int) -> str:
-    return f"/proc/{places.launcher}/fd/{handle}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +221,7 @@ def open_sources(
     for holder in holders:
         address = holder.launcher
         if address == places.own:
-            sources[str(holder.rank)] = FileSource(Path(path_of(places, holder.handle)))
+            sources[str(holder.rank)] = FileSource(Path(places.path(holder.handle)))
             continue
         if address not in launchers:
             launcher = RemoteLauncher(address, secret=places.secret)
