@@ -1,22 +1,72 @@
-"""The checkpoint that a run goes on from: the newest that is intact, the same on every rank."""
+"""The state that a run goes on from: the newest that is intact, the same on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from colotrain.engine.comms import exchange
+from colotrain.engine.state.checkpoint import restore, restore_copy, step_of
 from colotrain.engine.state.index import read_index
 from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
+from colotrain.engine.state.memory_copy import MemoryCopies
+from colotrain.engine.state.run_state import Run
 from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """The state from which a run goes on: a copy in memory, a checkpoint, or none."""
+
+    copies: MemoryCopies | None
+    copied: Copied | WholeCopy | None
+    resumed: Path | None
+
+    @staticmethod
+    def choose(plan: RunPlan, rundir: RunDir, events: EventWriter) -> StartingPoint:
+        """Choose the newest state that every rank can read. All ranks must call."""
+        copies = MemoryCopies.open(plan, events)
+        copied = copies.choose() if copies is not None else None
+        step = copied.step if copied else 0
+        resumed = choose_checkpoint(plan, rundir, events, unless_before=step)
+        return StartingPoint(copies, copied if resumed is None else None, resumed)
+
+    @property
+    def step(self) -> int:
+        return self.copied.step if self.copied else step_of(self.resumed)
+
+    def restore_(self, run: Run) -> None:
+        """Read the state into `run`, and begin to copy it. All ranks must call."""
+        if self.copied is not None:
+            restore_copy(run, self.copied)
+        elif self.resumed is not None:
+            restore(run, self.resumed)
+        if self.copies is not None:
+            self.copies.begin(self.copied, run.step, run.device)
+
+    def names_to_restore(self, plan: RunPlan) -> set[str]:
+        """Return the parameters and buffers that a copy or a checkpoint will give their values.
+
+        Empty where the run computes something with the initial values first
+        (`engine.step.precompute`).
+        """
+        stored: Iterable[str] = ()
+        if self.copied is not None:
+            stored = self.copied.sizes()
+        elif self.resumed is not None:
+            stored = read_index(self.resumed)
+        if plan.data.pairs:
+            return set()
+        return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
 
 
 def choose(folder: Path, events: EventWriter) -> Path | None:
@@ -75,20 +125,3 @@ def choose_checkpoint(
             "give a run or a checkpoint folder that does",
         )
     return resumed
-
-
-def names_to_restore(
-    plan: RunPlan, copied: Copied | WholeCopy | None, resumed: Path | None
-) -> set[str]:
-    """Return the parameters and buffers that a copy or a checkpoint will give their values.
-
-    Empty where the run computes something with the initial values first (`engine.step.precompute`).
-    """
-    stored: Iterable[str] = ()
-    if copied is not None:
-        stored = copied.sizes()
-    elif resumed is not None:
-        stored = read_index(resumed)
-    if plan.data.pairs:
-        return set()
-    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
