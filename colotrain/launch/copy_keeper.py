@@ -25,8 +25,6 @@ from colotrain.connections import MALFORMED, Link, Service
 from colotrain.spec.elastic import COPIES, COPY_SERVICE, COPY_STALL_S
 from colotrain.spec.plan import RunPlan
 
-SHARE_OF_FREE_MEMORY = 0.9
-
 
 class MemoryFiles:
     """The files of this machine's workers; none where the plan or the system has no such files."""
@@ -124,7 +122,7 @@ class CopyKeeper:
                 kept.handles = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
             slot = int(kept.numbers[0] == header["beside"])
             more = num_bytes - os.fstat(kept.handles[slot]).st_size
-            if more > SHARE_OF_FREE_MEMORY * host.free_bytes():
+            if not host.has_room(more):
                 refused = f"its node has no {num_bytes >> 20} MiB free"
                 link.send({"refused": refused}, within_s=COPY_STALL_S)
                 return

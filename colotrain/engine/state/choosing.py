@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colotrain.engine.comms import exchange
 from colotrain.engine.state.checkpoint import restore, restore_copy, step_of
 from colotrain.engine.state.index import read_index
-from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
+from colotrain.engine.state.manifest import candidates, complete, damage, tidy, where_to_resume
 from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.state.whole_copy import Copied, WholeCopy
@@ -75,8 +75,8 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
     All ranks must call, and all get the same; each checks a part of the files. If there are
     checkpoints and none is intact, that is an error.
     """
-    candidates = _candidates(folder)
-    for path in candidates:
+    known = _candidates(folder)
+    for path in known:
         found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
         bad = torch.tensor(float(found is not None))
         dist.all_reduce(bad)
@@ -84,9 +84,9 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
             return path
         if found is not None:
             events.write(Note(text=f"warning: checkpoint {path.name} passed over: {found}"))
-    if candidates:
+    if known:
         raise ColotrainError(
-            f"{folder}: none of {len(candidates)} checkpoints is intact ({damage(candidates[0])})",
+            f"{folder}: none of {len(known)} checkpoints is intact ({damage(known[0])})",
             "start again with another name, or give checkpoint.resume=PATH of an older one",
         )
     return None
@@ -94,10 +94,7 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
 
 def _candidates(folder: Path) -> list[Path]:
     """Return the checkpoints to try, the same on every rank: rank 0 looks and tells the others."""
-    names: list[str] = []
-    if dist.get_rank() == 0:
-        is_one = (folder / MANIFEST).is_file()
-        names = [str(folder)] if is_one else [str(path) for path in complete(folder)]
+    names = [str(path) for path in candidates(folder)] if dist.get_rank() == 0 else []
     return [Path(name) for name in exchange.broadcast(names)]
 
 

@@ -51,7 +51,6 @@ from colotrain.spec.plan import RunPlan
 
 ABOUT_BYTES = 1 << 20
 """Bytes that are reserved for the description of a copy, beside its tensors."""
-SHARE_OF_FREE_MEMORY = 0.9
 SHORTEST_PAUSE_S = 30.0
 """Seconds after an error until copies are sent to the other node again; doubled with each error."""
 SMOOTHING = 0.2
@@ -335,7 +334,7 @@ class MemoryCopies:
         if not missing:
             return 0.0
         ranks = self._ranks_here
-        if missing * ranks > SHARE_OF_FREE_MEMORY * host.free_bytes():
+        if not host.has_room(missing * ranks):
             raise OSError(f"{missing * ranks >> 20} MiB more are needed, and not free")
         for file in self.files:
             file.reserve(num_bytes)

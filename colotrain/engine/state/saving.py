@@ -29,9 +29,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from colotrain import host
 from colotrain.engine.comms import exchange
 from colotrain.engine.comms.notes import Notes
-from colotrain.engine.comms.shared_memory import available_bytes
 from colotrain.engine.offload.page_locked import Pages, page_locked
 from colotrain.engine.state.index import INDEX, MOST_OF_INDEX, describe, join
 from colotrain.engine.state.manifest import (
@@ -60,7 +60,6 @@ from colotrain.timeouts import AwakeTimeout
 SLOWEST_BYTES_PER_S = 10e6
 """Bytes per second below which a disk counts as hanging."""
 LINGER_S = 60.0
-SHARE_OF_FREE_MEMORY = 0.9
 
 _numbers = itertools.count()
 """Numbers of this process's saves, the same on every rank, for names in the store and on disk."""
@@ -308,7 +307,7 @@ class Saver:
         room = save.layout.num_bytes
         if self.image is None or len(self.image) < room:
             self.image = None  # freed before the new one is made
-            if room * self.plan.cluster.procs_per_node > SHARE_OF_FREE_MEMORY * available_bytes():
+            if not host.has_room(room * self.plan.cluster.procs_per_node):
                 return False
             on_gpu = any(piece.local.is_cuda for piece in save.pieces)
             self.image = page_locked(room) if on_gpu else Pages.allocate(room).tensor(room)
