@@ -11,6 +11,7 @@ import psutil
 
 from colotrain.errors import ColotrainError
 
+SHARE_OF_FREE_MEMORY = 0.9
 CGROUP = Path("/sys/fs/cgroup")
 FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
 MOST_OPEN_FILES = 65536
@@ -72,6 +73,11 @@ def free_bytes() -> int:
         if limit is not None:
             free = min(free, max(0, limit - used))
     return free
+
+
+def has_room(num_bytes: int) -> bool:
+    """Whether so many bytes can be allocated, and some are left."""
+    return num_bytes <= SHARE_OF_FREE_MEMORY * free_bytes()
 
 
 def cgroups(controller: str) -> Iterable[Path]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import load
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from colotrain.engine.state.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.state.index import Index, read_index
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
@@ -17,11 +14,5 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
     return read_all(read_index(folder))
 
 
-def read_all(index: Metadata) -> dict[str, Tensor]:
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(state, storage_reader=JsonIndexReader(index), no_dist=True)
-    return state
+def read_all(index: Index) -> dict[str, Tensor]:
+    return {name: stored.read() for name, stored in index.items()}

@@ -161,12 +161,10 @@ MEMORY: dict[str, list[int]] = {}
 
 
 def offer_memory(run: str) -> None:
-    from colotrain.launch.memory_files import COPIES
     from colotrain.records import to_plain
-    from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
+    from colotrain.spec.elastic import COPIES, COPY_PLACES, CopyPlaces
 
     handles = MEMORY.setdefault(run, [os.memfd_create("copy") for _ in range(COPIES)])
-    os.environ[MEMORY_FILES] = os.pathsep.join(f"/proc/self/fd/{handle}" for handle in handles)
     places = CopyPlaces(launcher=os.getpid(), files=tuple(handles))
     os.environ[COPY_PLACES] = json.dumps(to_plain(places))
 

@@ -10,8 +10,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,14 +29,10 @@ from colotrain.engine.model.precision import LossScale
 from colotrain.engine.model.probes import own_log
 from colotrain.engine.offload import page_locked
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
-from colotrain.engine.state import checkpoint, memory_state
-from colotrain.engine.state.beside import BesideGradients
-from colotrain.engine.state.choosing import choose_checkpoint, names_to_restore
-from colotrain.engine.state.memory_copy import Copied, MemoryCopies
+from colotrain.engine.state.choosing import StartingPoint
 from colotrain.engine.state.run_state import Run, Stop, Targets
 from colotrain.engine.state.saving import Saver
 from colotrain.engine.state.sources import sources_of
-from colotrain.engine.state.whole_copy import WholeCopy
 from colotrain.engine.step import monitor
 from colotrain.engine.step.inputs import first_micro_batch, import_targets, open_loaders
 from colotrain.engine.step.precompute import precompute
@@ -153,43 +147,10 @@ def build_sharded(
         trial=trial,
         tell=lambda text: events.write(Note(text=text)),
         step=start.step,
-        given=names_to_restore(plan, start.copied, start.resumed),
+        given=start.names_to_restore(plan),
     )
     transform_(building)
     return building, targets
-
-
-@dataclass(frozen=True, slots=True)
-class StartingPoint:
-    """The state from which a run goes on: a copy in memory, a checkpoint, or none."""
-
-    copies: MemoryCopies | None
-    copied: Copied | WholeCopy | None
-    resumed: Path | None
-
-    @staticmethod
-    def choose(plan: RunPlan, rundir: RunDir, events: EventWriter) -> StartingPoint:
-        """Choose the newest state that every rank can read. All ranks must call."""
-        copies = MemoryCopies.open(plan, events)
-        copied = copies.choose() if copies is not None else None
-        step = copied.step if copied else 0
-        resumed = choose_checkpoint(plan, rundir, events, unless_before=step)
-        return StartingPoint(copies, copied if resumed is None else None, resumed)
-
-    @property
-    def step(self) -> int:
-        return self.copied.step if self.copied else checkpoint.step_of(self.resumed)
-
-    def restore_(self, run: Run) -> None:
-        """Read the state into `run`, and begin to copy it. All ranks must call."""
-        if self.copied is not None:
-            memory_state.restore(run, self.copied)
-        elif self.resumed is not None:
-            checkpoint.restore(run, self.resumed)
-        if self.copies is not None:
-            self.copies.begin(self.copied, run.step)
-            is_gpu = run.device.type == "cuda"
-            self.copies.beside = BesideGradients(run.device) if is_gpu else None
 
 
 def build_alike(

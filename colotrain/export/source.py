@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from colotrain.engine.state.checkpoint import step_of
-from colotrain.engine.state.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.state.index import read_index
 from colotrain.engine.state.manifest import complete, damage, read_manifest
 from colotrain.errors import UsageError
 from colotrain.export.stream import Entry
@@ -26,31 +19,15 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = read_index(folder)
-        self._reader = JsonIndexReader(self.index)
         self.left_out: tuple[str, ...] = read_manifest(folder).left_out
         """Names of the parameters that are not in the checkpoint, since they were never trained."""
-        self.entries = {entry.name: entry for entry in self._entries()}
-
-    def _entries(self) -> Iterator[Entry]:
-        for key, stored in self.index.state_dict_metadata.items():
-            if key.startswith(PREFIX) and isinstance(stored, TensorStorageMetadata):
-                yield Entry(
-                    name=key.removeprefix(PREFIX),
-                    shape=tuple(stored.size),
-                    dtype=stored.properties.dtype,
-                    read=self._read(key, stored),
-                )
-
-    def _read(self, key: str, stored: TensorStorageMetadata) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # there is one process only
-                dcp.load({key: whole}, storage_reader=self._reader, no_dist=True)
-            return whole
-
-        return read
+        self.entries = {
+            (name := key.removeprefix(PREFIX)): Entry(
+                name=name, shape=stored.shape, dtype=stored.dtype, read=stored.read
+            )
+            for key, stored in read_index(folder).items()
+            if key.startswith(PREFIX)
+        }
 
 
 def choose(rundir: RunDir, step: int | None) -> Path:

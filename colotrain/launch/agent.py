@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from colotrain.addresses import LOOPBACK
-from colotrain.launch.memory_files import MemoryFiles
+from colotrain.launch.copy_keeper import MemoryFiles
 from colotrain.launch.node_registry import Left, NotNeeded, Stopped
 from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.server.forkserver import how_server_ended, without_results, work
@@ -46,7 +46,7 @@ class Agent(LocalElasticAgent):
     """Records why workers died; stops restarting when another attempt cannot help."""
 
     def __init__(self, launch: Launch, rendezvous: Rendezvous, logs: Path) -> None:
-        plan, files = launch.plan, rendezvous.files
+        plan = launch.plan
         self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
         # all nodes have as many ranks: none is read from the store, in which anybody may write
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
@@ -56,7 +56,7 @@ class Agent(LocalElasticAgent):
             role="worker",
             local_world_size=plan.cluster.procs_per_node,
             entrypoint=work,
-            args=(launch.worker, str(launch.rundir.path), os.getpid(), files.paths(), "", "", ()),
+            args=(launch.worker, str(launch.rundir.path), os.getpid(), "", "", ()),
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
@@ -124,9 +124,11 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start workers without torch's queues for results, which ours do not send."""
         self.ended = set()
-        spec, places = worker_group.spec, self.rendezvous.copy_places()
+        spec, places = worker_group.spec, ""
+        if self.rendezvous.files.handles:
+            places = json.dumps(to_plain(self.rendezvous.copy_places()))
         digests = (self.rendezvous.plan_digest, *self.launch.case_digests)
-        spec.args = (*spec.args[:-3], json.dumps(to_plain(places)), self.rendezvous.key, digests)
+        spec.args = (*spec.args[:-3], places, self.rendezvous.key, digests)
         with without_results():
             result: dict[int, Any] = super()._start_workers(worker_group)
             return result

@@ -1,4 +1,7 @@
-"""Copies in memory that this launcher keeps for the ranks of another node, and lets others read.
+"""Copies of workers' state in the launcher's memory, those of another node's ranks included.
+
+They are in anonymous files, which outlive the workers and have no name in any file system, so that
+the kernel frees them however the launcher ends.
 
 Each node of a round keeps the copies of the next one's ranks, and the last node those of the
 first, beside its own. Ranks send a copy as soon as they have made it, and go on once it is kept.
@@ -19,10 +22,24 @@ from typing import Any
 
 from colotrain import host
 from colotrain.connections import MALFORMED, Link, Service
-from colotrain.launch.memory_files import COPIES, MemoryFiles
-from colotrain.spec.elastic import COPY_SERVICE, COPY_STALL_S
+from colotrain.spec.elastic import COPIES, COPY_SERVICE, COPY_STALL_S
+from colotrain.spec.plan import RunPlan
 
-SHARE_OF_FREE_MEMORY = 0.9
+
+class MemoryFiles:
+    """The files of this machine's workers; none where the plan or the system has no such files."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        wanted = plan.elastic.memory_copy.enabled and hasattr(os, "memfd_create")
+        num = COPIES * plan.cluster.procs_per_node if wanted else 0
+        self.handles = [os.memfd_create("colotrain-copy", os.MFD_CLOEXEC) for _ in range(num)]
+
+    def close(self) -> None:
+        """Free the memory, unless workers still run."""
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            with contextlib.suppress(OSError):
+                os.close(handle)
 
 
 @dataclass(slots=True)
@@ -105,7 +122,7 @@ class CopyKeeper:
                 kept.handles = [os.memfd_create(name, os.MFD_CLOEXEC) for name in names]
             slot = int(kept.numbers[0] == header["beside"])
             more = num_bytes - os.fstat(kept.handles[slot]).st_size
-            if more > SHARE_OF_FREE_MEMORY * host.free_bytes():
+            if not host.has_room(more):
                 refused = f"its node has no {num_bytes >> 20} MiB free"
                 link.send({"refused": refused}, within_s=COPY_STALL_S)
                 return

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from colotrain.addresses import LOOPBACK, is_loopback, listen, listen_at, serve_store
 from colotrain.errors import UsageError
-from colotrain.launch.copy_keeper import CopyKeeper
+from colotrain.launch.copy_keeper import CopyKeeper, MemoryFiles
 from colotrain.launch.membership import Membership, Round, SingleNode
-from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, read_json

@@ -14,6 +14,7 @@ from colotrain.config.stores import is_address
 from colotrain.engine.state.manifest import (
     MANIFEST,
     Manifest,
+    candidates,
     check_batch,
     check_steps,
     complete,
@@ -110,9 +111,7 @@ def check_named(plan: RunPlan, rundir: RunDir, *, overwrite: bool) -> None:
 
 def _check(plan: RunPlan, where: Path) -> bool:
     """Check the plan against the checkpoint to be resumed; return whether there is one."""
-    for folder in (*complete(where), where):
-        if plan.checkpoint.resume == "none" or not (folder / MANIFEST).is_file():
-            continue
+    for folder in candidates(where) if plan.checkpoint.resume != "none" else ():
         if damage(folder, read_all=False) is None:  # otherwise an older one is used
             _check_manifest(plan, read_manifest(folder), folder)
             return True
@@ -134,13 +133,13 @@ def roll_back(rundir: RunDir, plan: RunPlan) -> str | None:
     if chosen == rundir.path:
         return None
     folder = chosen / RunDir(chosen).checkpoints.name
-    candidates = complete(folder) if folder.is_dir() else [chosen]
-    problem = damage(candidates[0]) if candidates else f"{folder}: holds no complete checkpoint"
+    known = complete(folder) if folder.is_dir() else [chosen]
+    problem = damage(known[0]) if known else f"{folder}: holds no complete checkpoint"
     if problem is not None:
         raise UsageError(
             f"checkpoint.resume={chosen}: {problem}", "`colotrain checkpoints` shows which are good"
         )
-    _check_manifest(plan, read_manifest(candidates[0]), candidates[0])
+    _check_manifest(plan, read_manifest(known[0]), known[0])
     own, later = chosen.resolve().parent == rundir.checkpoints.resolve(), folders(rundir)
     if own:
         later = [path for path in later if path.name > chosen.name]
@@ -165,10 +164,6 @@ def row_of(folder: Path, *, verify: bool) -> Row:
         return Row(name=folder.name, state="damaged", problem=what, path=str(folder))
     problem = damage(folder, read_all=verify)
     state = "damaged" if problem else "intact" if verify else "complete"
-    return _row(folder, manifest, state, problem)
-
-
-def _row(folder: Path, manifest: Manifest, state: str, problem: str | None) -> Row:
     return Row(
         name=folder.name,
         state=state,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MEMORY_FILES = "COLOTRAIN_MEMORY_FILES"
-"""Environment variable of a worker: paths of its two files in its launcher's memory."""
-
+COPIES = 2
+"""Files in a launcher's memory for the copies of each of its ranks."""
 COPY_PLACES = "COLOTRAIN_COPY_PLACES"
 """Environment variable of a worker: its `CopyPlaces`, as JSON."""
 ROUND_KEY = "COLOTRAIN_ROUND_KEY"
@@ -27,12 +26,23 @@ class CopyPlaces:
     launcher: int
     """Process id of the rank's launcher."""
     files: tuple[int, ...] = ()
-    """Handles of the files in that process's memory which may hold copies."""
+    """Handles of the files in that process's memory which may hold copies.
+
+    The first ones are those of its own ranks, `COPIES` of each.
+    """
     own: str = ""
     """Address of that launcher; empty in a run that is on one node for good."""
     buddy: str = ""
     """Address of the launcher that keeps this node's copies, too; empty where there is none."""
     secret: str = ""
+
+    def path(self, handle: int) -> str:
+        return f"/proc/{self.launcher}/fd/{handle}"
+
+    def own_paths(self, local_rank: int) -> list[str]:
+        """Return the files in which a rank of that launcher keeps its copies."""
+        first = COPIES * local_rank
+        return [self.path(handle) for handle in self.files[first : first + COPIES]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

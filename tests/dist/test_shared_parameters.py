@@ -152,7 +152,7 @@ def test_parameters_that_are_cast_are_gathered() -> None:
 
 def finds_no_room(rank: int, plan: RunPlan) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "available_bytes", lambda: 1000)
+        patch.setattr(shared_memory.host, "free_bytes", lambda: 1000)
         assert share_parameters(make_sharded(plan)) is None
 
 

@@ -299,7 +299,7 @@ def falls_back(rank: int, folder: Path, lacking: str, plan: RunPlan) -> None:
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         if lacking == "memory":
-            patch.setattr(shared_memory, "available_bytes", lambda: 1000)
+            patch.setattr(shared_memory.host, "free_bytes", lambda: 1000)
         elif rank == 1:
             patch.setattr(os, "pidfd_open", _refuse)
         sharded = make_sharded(plan)

@@ -27,11 +27,10 @@ from colotrain.engine import worker
 from colotrain.engine.step import monitor
 from colotrain.engine.step.train import train
 from colotrain.events.log import EventReader, EventWriter
-from colotrain.launch.memory_files import COPIES
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from
-from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
+from colotrain.spec.elastic import COPIES, COPY_PLACES, CopyPlaces
 from colotrain.torch_internals import timeout_s
 from tests.simulated import plants
 from tests.simulated.case import Case
@@ -53,8 +52,6 @@ TRIAL = re.compile("engine/step/(targets|loss_trial)")
 def offer_memory(run: str) -> None:
     """Give the next case files for copies in memory, as a launcher does."""
     handles = MEMORY.setdefault(run, [os.memfd_create("copy") for _ in range(COPIES)])
-    paths = [f"/proc/self/fd/{handle}" for handle in handles]
-    os.environ[MEMORY_FILES] = os.pathsep.join(paths)
     places = CopyPlaces(launcher=os.getpid(), files=tuple(handles))
     os.environ[COPY_PLACES] = json.dumps(to_plain(places))
 

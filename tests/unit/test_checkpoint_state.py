@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from colotrain.engine.state import checkpoint, dcp_json
+from colotrain.engine.comms.raw_bytes import bytes_of
+from colotrain.engine.parts.part_map import PartMap
+from colotrain.engine.state import checkpoint, index
 from colotrain.engine.state.pieces import model_state
 from colotrain.errors import ColotrainError
 from colotrain.records import to_plain
 from colotrain.runs.resolving import plan_from
+from colotrain.spec import axes
+from tests.copies import Ranks
 
 
 class Reticent(nn.Module):
@@ -45,8 +49,8 @@ def test_a_state_dict_of_ones_own_leaves_nothing_out_of_a_checkpoint() -> None:
 def test_an_index_that_is_no_document_of_bounded_size_is_not_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_json, "MOST_OF_INDEX", 1 << 20)
-    path = tmp_path / dcp_json.INDEX
+    monkeypatch.setattr(index, "MOST_OF_INDEX", 1 << 20)
+    path = tmp_path / index.INDEX
     if kind == "fifo":
         os.mkfifo(path)
     elif kind == "link":
@@ -56,7 +60,7 @@ def test_an_index_that_is_no_document_of_bounded_size_is_not_read(
     if kind == "long":
         os.truncate(path, 1 << 40)
     with pytest.raises(ColotrainError, match="not an index of a checkpoint"):
-        dcp_json.read_index(tmp_path)
+        index.read_index(tmp_path)
 
 
 def test_another_order_of_samples_is_announced() -> None:
@@ -70,3 +74,74 @@ def test_another_order_of_samples_is_announced() -> None:
     )
     found = checkpoint._other_samples(SimpleNamespace(plan=other), manifest)  # type: ignore[arg-type]
     assert found == ["train.seed", "data.shuffle"]
+
+
+class Held:
+    """Bytes in memory in place of a file; reading fails without them."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.num_read = data, 0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, start: int, data: memoryview) -> None:
+        if not self.data:
+            raise OSError("is gone")
+        self.num_read += len(data)
+        data[:] = self.data[start : start + len(data)]
+
+
+def stored(whole: torch.Tensor, *boxes: tuple[slice, ...]) -> index.Stored:
+    chunks = []
+    for box in boxes:
+        part = whole[box].contiguous()
+        source = Held(b"before" + bytes(bytes_of(part)))
+        begin = tuple(s.start for s in box)
+        chunks.append(index.Chunk(begin, tuple(part.shape), source, 6))
+    return index.Stored(whole.dtype, tuple(whole.shape), tuple(chunks))
+
+
+def test_a_part_is_read_from_files_that_have_other_parts() -> None:
+    whole = torch.arange(7 * 6 * 2, dtype=torch.float64).view(7, 6, 2)
+    ends = slice(0, 2)
+    rows = (slice(0, 3), slice(3, 6), slice(6, 7))
+    for kept in (
+        stored(whole, *((r, slice(0, 6), ends) for r in rows)),
+        stored(whole, *((slice(0, 7), c, ends) for c in (slice(0, 1), slice(1, 6)))),
+        stored(whole, *((r, c, ends) for r in rows for c in (slice(0, 4), slice(4, 6)))),
+    ):
+        assert torch.equal(kept.read(), whole)
+        for first in range(7):
+            for column in range(6):
+                into = torch.zeros(min(2, 7 - first), min(3, 6 - column), 1)
+                kept.read_into(into, (first, column, 1))
+                expected = whole[first : first + 2, column : column + 3, 1:]
+                assert torch.equal(into.double(), expected)
+
+
+def test_only_the_rows_that_are_needed_are_read() -> None:
+    whole = torch.randn(100, 4)
+    kept = stored(whole, (slice(0, 50), slice(0, 4)), (slice(50, 100), slice(0, 4)))
+    kept.read_into(torch.empty(2, 4), (49, 0))
+    assert [chunk.source.num_read for chunk in kept.chunks] == [16, 16]  # type: ignore[attr-defined]
+    scalar = stored(torch.tensor(3.0), ())
+    assert scalar.read().item() == 3
+    assert stored(torch.empty(0, 4), (slice(0, 0), slice(0, 4))).read().shape == (0, 4)
+
+
+def test_no_rank_goes_on_where_one_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, parts = Ranks(monkeypatch), PartMap(ranks=axes.Ranks({axes.DP_SHARD: 2}), rank=0)
+    kept = stored(torch.tensor([1.0, 2.0]), (slice(0, 2),))
+    gone = replace(kept, chunks=(replace(kept.chunks[0], source=Held(b"")),))
+
+    def one(rank: int) -> str:
+        part = parts.part_of("model.t", (2,), "t", is_sharded=False)
+        with pytest.raises(OSError, match="is gone") as caught:
+            index.load(
+                {"model.t": torch.zeros(2)}, {"model.t": part}, {"model.t": [kept, gone][rank]}
+            )
+        return str(caught.value)
+
+    assert ranks.run(2, one) == ["rank 1: is gone"] * 2

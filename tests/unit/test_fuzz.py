@@ -20,7 +20,7 @@ from test_view import restarted_run, write_files
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import BatchLoader, SampleOrder, open_samples
 from colotrain.engine.parts.part_map import PartMap
-from colotrain.engine.state.dcp_json import describe, join, read_index
+from colotrain.engine.state.index import describe, join, read_index
 from colotrain.engine.state.manifest import (
     MANIFEST,
     SEAL,

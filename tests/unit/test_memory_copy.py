@@ -20,7 +20,7 @@ from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.records import to_plain
-from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces, MemoryCopyPlan
+from colotrain.spec.elastic import COPY_PLACES, CopyPlaces, MemoryCopyPlan
 from tests.copies import SECRET, Launcher, Ranks, opened, take
 from tests.following import free_port
 
@@ -182,7 +182,8 @@ def test_locking_memory_for_the_first_copy_does_not_count(copies: MemoryCopies) 
 def test_no_rank_makes_copies_where_one_cannot_reach_its_launcher(
     copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(MEMORY_FILES, f"/proc/{os.getpid()}/fd/{copies.places.files[0]}")
+    monkeypatch.setenv(COPY_PLACES, json.dumps(to_plain(copies.places)))
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(dist, "all_reduce", lambda missing: missing.add_(1))
     assert MemoryCopies.open(copies.plan, copies.events) is None
 
@@ -192,9 +193,13 @@ def test_another_node_that_was_out_of_reach_keeps_later_copies(
 ) -> None:
     """A flood of connections at the start lost it for the whole attempt."""
     there, said = f"{LOOPBACK}:{(port := free_port())}", list[str]()
-    places = CopyPlaces(launcher=os.getpid(), own=launcher.address, buddy=there, secret=SECRET)
-    paths = [f"/proc/{os.getpid()}/fd/{handle}" for handle in launcher.handles[:2]]
-    monkeypatch.setenv(MEMORY_FILES, os.pathsep.join(paths))
+    places = CopyPlaces(
+        launcher=os.getpid(),
+        files=tuple(launcher.handles),
+        own=launcher.address,
+        buddy=there,
+        secret=SECRET,
+    )
     monkeypatch.setenv(COPY_PLACES, json.dumps(to_plain(places)))
     monkeypatch.setenv("LOCAL_RANK", "0")
     plan: Any = SimpleNamespace(
@@ -206,7 +211,7 @@ def test_another_node_that_was_out_of_reach_keeps_later_copies(
     def one(_: int) -> list[int]:
         copies = MemoryCopies.open(plan, events)
         assert copies is not None
-        assert not {MEMORY_FILES, COPY_PLACES} & os.environ.keys(), "children inherit the secret"
+        assert COPY_PLACES not in os.environ, "children inherit the secret"
         copies.begin(copies.choose(), 0)
         take(copies, 1)  # too early to ask again
         files: Any = SimpleNamespace(handles=[])

@@ -20,8 +20,8 @@ from colotrain.connections import Link, connect
 from colotrain.engine.state.buddy import RemoteLauncher
 from colotrain.errors import ColotrainError
 from colotrain.launch import membership, node_registry, rendezvous
+from colotrain.launch.copy_keeper import MemoryFiles
 from colotrain.launch.membership import Membership, Round
-from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import NodeInfo, NodeRegistry, Refused, RendezvousError, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.rundir import RunDir

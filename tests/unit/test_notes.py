@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from colotrain.engine.comms.notes import Notes, round_key
-from colotrain.engine.state import save
+from colotrain.engine.state import saving
 from colotrain.engine.state.run_state import Stop
 from colotrain.engine.step import monitor
 from colotrain.engine.step.monitor import LEFT, Monitor
@@ -173,8 +173,8 @@ def test_a_save_that_cannot_reach_the_store_has_failed(
         raise dist.DistNetworkError("the store takes no more connections")
 
     become(1, 2)
-    monkeypatch.setattr(save, "Notes", refused)
-    writing = save.Save(
+    monkeypatch.setattr(saving, "Notes", refused)
+    writing = saving.Save(
         number=0,
         temporary=tmp_path / "t",
         final=tmp_path / "f",

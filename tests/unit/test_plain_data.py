@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from colotrain.engine.state.plain_data import decode, encode
+from colotrain.engine.state.plain_state import decode, encode
 
 VALUES: list[Any] = [
     None,

@@ -12,7 +12,7 @@ import pytest
 
 from colotrain.data.prepare.identity import files_in_place, identity_of
 from colotrain.data.prepare.tokens import prepare_all
-from colotrain.engine.state import memory_state
+from colotrain.engine.state import checkpoint
 from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.sources import sources_of, tell_changed_files, warnings_of
 from colotrain.spec.plan import DataPlan
@@ -85,8 +85,8 @@ def test_data_that_change_before_a_restart_from_memory_are_told(
 ) -> None:
     told: list[str] = []
     for name in ("fill", "load"):
-        monkeypatch.setattr(memory_state, name, lambda *_: None)
-    monkeypatch.setattr(memory_state.dist, "barrier", lambda: None)
+        monkeypatch.setattr(checkpoint, name, lambda *_: None)
+    monkeypatch.setattr(checkpoint.dist, "barrier", lambda: None)
     run: Any = SimpleNamespace(
         rank=0,
         step=4,
@@ -98,7 +98,7 @@ def test_data_that_change_before_a_restart_from_memory_are_told(
         copied: Any = SimpleNamespace(
             manifest=manifest(step=4, sources={"data": then}), sizes=lambda: {}
         )
-        memory_state.restore(run, copied)
+        checkpoint.restore_copy(run, copied)
     same, (warning, *_) = told[:1], told[1:]
     assert same == [""]
     assert warning.startswith("warning: the copy in memory was made with data files of another")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from colotrain.engine.state.buddy import RemoteFile
-from colotrain.engine.state.memory_copy import Copied, MemoryCopies
-from colotrain.engine.state.whole_copy import WholeCopy
+from colotrain.engine.state.memory_copy import MemoryCopies
+from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from tests.checkpoints import read_all
 from tests.copies import Launcher, Ranks, opened, take, whole_state
 
@@ -74,7 +74,8 @@ def check_whole(whole: WholeCopy) -> None:
 
 def is_readable_from_afar(whole: WholeCopy) -> bool:
     """Whether connections to other launchers are left, each of which keeps a thread there."""
-    sources = (source for source, *_ in whole.index.storage_data.values())
+    chunks = (chunk for stored in whole.index.values() for chunk in stored.chunks)
+    sources = (chunk.source for chunk in chunks)
     return any(s.launcher.link.fileno() >= 0 for s in sources if isinstance(s, RemoteFile))
 
 

@@ -208,16 +208,11 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def available_bytes() -> int:
-    """Return the bytes of free memory on this host, within the limits of a container."""
-    return host.free_bytes()
-
-
 def _create(num_bytes: int, num_semaphores: int, token: bytes, share_of_free: float) -> int:
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         raise Unavailable("this system has no memfd or no pidfd (Linux 5.3 or later has both)")
-    if num_bytes > share_of_free * available_bytes():
-        need, free = num_bytes >> 20, available_bytes() >> 20
+    if num_bytes > share_of_free * host.free_bytes():
+        need, free = num_bytes >> 20, host.free_bytes() >> 20
         raise Unavailable(f"{need} MiB are needed, and only {free} MiB of memory are free")
     fd = os.memfd_create("colotrain", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain import host
 from colotrain.engine.comms import exchange
 from colotrain.engine.comms.shared_memory import PAGE, SharedMemory, Unavailable, round_up
 from colotrain.engine.model.probes import exclude_bytes
@@ -43,7 +44,6 @@ from colotrain.engine.sharding.sharded_model import Group, ShardedModel, numel_o
 MADV_POPULATE_WRITE = 23
 """Flag of madvise (mman.h) since Linux 5.14; on older ones every page is read instead."""
 ALIGNMENT = 64
-SHARE_OF_FREE_MEMORY = 0.9
 """Largest part of free memory that may be used: each rank's own shards would need it, too."""
 BARRIER = 0  # index of the only semaphore
 
@@ -68,7 +68,7 @@ class SharedParameters:
         self.memory = None
         if self.size > 1 and end:
             self.memory = SharedMemory(
-                group, end, num_semaphores=1, share_of_free=SHARE_OF_FREE_MEMORY
+                group, end, num_semaphores=1, share_of_free=host.SHARE_OF_FREE_MEMORY
             )
         self.parts = sharded.in_common
 

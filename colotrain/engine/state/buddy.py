@@ -85,7 +85,7 @@ class RemoteLauncher:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file in a launcher's memory (`dcp_json.Source`)."""
+    """A file in a launcher's memory (`index.Source`)."""
 
     launcher: RemoteLauncher
     handle: int

@@ -1,4 +1,4 @@
-"""The content of a checkpoint, and resuming from one under any plugin and world size.
+"""The state of a run: what is saved or copied to memory, and going on from it under any plugin.
 
 Tensors are addressed by parameter name; everything else is in the manifest, as JSON.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,28 @@ from torch import Tensor
 
 from colotrain.engine.model import generators
 from colotrain.engine.optim.schedule import rate_warning
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state import plain_state, sources
-from colotrain.engine.state.dcp_json import load, read_index
+from colotrain.engine.state.index import load, read_index
 from colotrain.engine.state.manifest import (
     Manifest,
     check_batch,
     check_steps,
     read_manifest,
 )
-from colotrain.engine.state.pieces import own_name, parts_of, pieces_of, tensors_of, unchanged
+from colotrain.engine.state.pieces import (
+    buffers_of,
+    copied_parts,
+    held,
+    own_name,
+    parts_of,
+    pieces_of,
+    tensors_of,
+    unchanged,
+)
 from colotrain.engine.state.plain_state import PLAIN
 from colotrain.engine.state.run_state import Run
+from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
@@ -89,6 +101,46 @@ def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
     )
 
 
+def copy_to_memory(run: Run, *, again: bool = False) -> None:
+    """Copy this rank's part of the state after `run.step` steps, where a copy is due.
+
+    With `again` a copy is replaced that was made of the same step, before it was evaluated.
+    """
+    copies = run.copies
+    if copies is None or not (copies.step == run.step if again else copies.is_due(run.step)):
+        return
+    run.at(Phase.MEMORY_COPY)
+    started = time.perf_counter()
+    try:
+        if run.tiers is not None and run.tiers.placement.streams:
+            raise OSError("the state is on disk (plugin=gemini)")
+        state = held(run)
+        if copies.parts.keys() != state.keys():
+            began = time.perf_counter()
+            copies.parts = copied_parts(run, state)
+            started += time.perf_counter() - began  # later copies take as long as one another
+        manifest, changing = manifest_of(run, progress_only=True), buffers_of(run, state)
+        copies.take(state, manifest, started, changing)
+    except (ColotrainError, OSError) as error:  # state that is no plain data, or too little memory
+        copies.end(str(error))
+        run.copies = None
+
+
+def finish_copy(run: Run) -> None:
+    """Wait until the copy of the last step is whole (on a GPU it is made beside other work).
+
+    Call it before the ranks meet: only then may one of them begin the next copy.
+    """
+    copies = run.copies
+    if copies is None:
+        return
+    try:
+        copies.finish()
+    except OSError as error:
+        copies.end(str(error))
+        run.copies = None
+
+
 def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
     """Return everything but the tensors, as it is after `run.step` steps.
 
@@ -145,7 +197,7 @@ def restore(run: Run, path: Path) -> None:
     index = read_index(path)
     if run.rank == 0:
         told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
-        told += _buffers_of_others(run, manifest, index.state_dict_metadata)
+        told += _buffers_of_others(run, manifest, index)
         rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
         for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
@@ -154,7 +206,7 @@ def restore(run: Run, path: Path) -> None:
             run,
             path,
             manifest,
-            index.state_dict_metadata,
+            index,
             lambda wanted: load(wanted, parts_of(run, wanted), index),
         )
     except OSError as error:
@@ -163,6 +215,32 @@ def restore(run: Run, path: Path) -> None:
         run.saver.saved_step = run.step
     if run.rank == 0:
         run.events.write(Resumed(step=run.step, path=str(path)))
+
+
+def restore_copy(run: Run, copied: Copied | WholeCopy) -> None:
+    """Read a copy of the state into `run`: this rank's own, or its parts of a whole.
+
+    All ranks must call.
+    """
+
+    def load_own(wanted: dict[str, Tensor]) -> None:
+        assert isinstance(copied, Copied)
+        copied.file.read_into({name: local_part(tensor) for name, tensor in wanted.items()})
+
+    def load_parts(wanted: dict[str, Tensor]) -> None:
+        assert isinstance(copied, WholeCopy)
+        load(wanted, parts_of(run, wanted), copied.index)
+
+    if run.rank == 0:
+        for text in sources.warnings_of(run, copied.manifest, []):
+            run.events.write(Note(text=f"warning: the copy in memory {text}"))
+    whole = replace(copied.manifest, plan=to_plain(run.plan))
+    whole = replace(whole, began_with=began_with(run) if whole.left_out else {})
+    how = load_own if isinstance(copied, Copied) else load_parts
+    fill(run, Path("memory"), whole, copied.sizes(), how)
+    dist.barrier()  # ranks may read one another's part of shared parameters
+    if run.rank == 0:
+        run.events.write(Resumed(step=run.step, path="", in_memory=True))
 
 
 def fill(
@@ -197,7 +275,7 @@ def fill(
     if same_ranks:
         own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
         base = {own_: name for name, own_ in own.items()}
-        sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
+        sized = {o: plain_state.blank(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
         wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
     load(wanted)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}

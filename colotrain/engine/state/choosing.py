@@ -1,23 +1,72 @@
-"""The checkpoint that a run goes on from: the newest that is intact, the same on every rank."""
+"""The state that a run goes on from: the newest that is intact, the same on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from colotrain.engine.comms import exchange
-from colotrain.engine.state.dcp_json import read_index
-from colotrain.engine.state.manifest import MANIFEST, complete, damage, tidy, where_to_resume
-from colotrain.engine.state.memory_copy import Copied
-from colotrain.engine.state.whole_copy import WholeCopy
+from colotrain.engine.state.checkpoint import restore, restore_copy, step_of
+from colotrain.engine.state.index import read_index
+from colotrain.engine.state.manifest import candidates, complete, damage, tidy, where_to_resume
+from colotrain.engine.state.memory_copy import MemoryCopies
+from colotrain.engine.state.run_state import Run
+from colotrain.engine.state.whole_copy import Copied, WholeCopy
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """The state from which a run goes on: a copy in memory, a checkpoint, or none."""
+
+    copies: MemoryCopies | None
+    copied: Copied | WholeCopy | None
+    resumed: Path | None
+
+    @staticmethod
+    def choose(plan: RunPlan, rundir: RunDir, events: EventWriter) -> StartingPoint:
+        """Choose the newest state that every rank can read. All ranks must call."""
+        copies = MemoryCopies.open(plan, events)
+        copied = copies.choose() if copies is not None else None
+        step = copied.step if copied else 0
+        resumed = choose_checkpoint(plan, rundir, events, unless_before=step)
+        return StartingPoint(copies, copied if resumed is None else None, resumed)
+
+    @property
+    def step(self) -> int:
+        return self.copied.step if self.copied else step_of(self.resumed)
+
+    def restore_(self, run: Run) -> None:
+        """Read the state into `run`, and begin to copy it. All ranks must call."""
+        if self.copied is not None:
+            restore_copy(run, self.copied)
+        elif self.resumed is not None:
+            restore(run, self.resumed)
+        if self.copies is not None:
+            self.copies.begin(self.copied, run.step, run.device)
+
+    def names_to_restore(self, plan: RunPlan) -> set[str]:
+        """Return the parameters and buffers that a copy or a checkpoint will give their values.
+
+        Empty where the run computes something with the initial values first
+        (`engine.step.precompute`).
+        """
+        stored: Iterable[str] = ()
+        if self.copied is not None:
+            stored = self.copied.sizes()
+        elif self.resumed is not None:
+            stored = read_index(self.resumed)
+        if plan.data.pairs:
+            return set()
+        return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
 
 
 def choose(folder: Path, events: EventWriter) -> Path | None:
@@ -26,8 +75,8 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
     All ranks must call, and all get the same; each checks a part of the files. If there are
     checkpoints and none is intact, that is an error.
     """
-    candidates = _candidates(folder)
-    for path in candidates:
+    known = _candidates(folder)
+    for path in known:
         found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
         bad = torch.tensor(float(found is not None))
         dist.all_reduce(bad)
@@ -35,9 +84,9 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
             return path
         if found is not None:
             events.write(Note(text=f"warning: checkpoint {path.name} passed over: {found}"))
-    if candidates:
+    if known:
         raise ColotrainError(
-            f"{folder}: none of {len(candidates)} checkpoints is intact ({damage(candidates[0])})",
+            f"{folder}: none of {len(known)} checkpoints is intact ({damage(known[0])})",
             "start again with another name, or give checkpoint.resume=PATH of an older one",
         )
     return None
@@ -45,10 +94,7 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
 
 def _candidates(folder: Path) -> list[Path]:
     """Return the checkpoints to try, the same on every rank: rank 0 looks and tells the others."""
-    names: list[str] = []
-    if dist.get_rank() == 0:
-        is_one = (folder / MANIFEST).is_file()
-        names = [str(folder)] if is_one else [str(path) for path in complete(folder)]
+    names = [str(path) for path in candidates(folder)] if dist.get_rank() == 0 else []
     return [Path(name) for name in exchange.broadcast(names)]
 
 
@@ -76,20 +122,3 @@ def choose_checkpoint(
             "give a run or a checkpoint folder that does",
         )
     return resumed
-
-
-def names_to_restore(
-    plan: RunPlan, copied: Copied | WholeCopy | None, resumed: Path | None
-) -> set[str]:
-    """Return the parameters and buffers that a copy or a checkpoint will give their values.
-
-    Empty where the run computes something with the initial values first (`engine.step.precompute`).
-    """
-    stored: Iterable[str] = ()
-    if copied is not None:
-        stored = copied.sizes()
-    elif resumed is not None:
-        stored = read_index(resumed).state_dict_metadata
-    if plan.data.pairs:
-        return set()
-    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}

@@ -184,6 +184,11 @@ def complete(folder: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
+def candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints under `folder`, newest first, or `folder` itself where it is one."""
+    return [folder] if (folder / MANIFEST).is_file() else complete(folder)
+
+
 def where_to_resume(plan: RunPlan, rundir: RunDir, *, own: bool = True) -> Path:
     """Return the folder of the run's own checkpoints or, without any, of those the plan names.
 

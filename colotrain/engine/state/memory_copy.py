@@ -16,6 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,12 +29,13 @@ from torch import Tensor
 from colotrain import host
 from colotrain.addresses import LOOPBACK
 from colotrain.engine.comms import exchange
+from colotrain.engine.offload.page_locked import page_locked
 from colotrain.engine.parts.part_map import Part
-from colotrain.engine.state.beside import BesideGradients
 from colotrain.engine.state.buddy import Buddy, RemoteLauncher
 from colotrain.engine.state.manifest import Manifest
-from colotrain.engine.state.memory_file import FIRST, MemoryFile
+from colotrain.engine.state.memory_file import ALIGNMENT, FIRST, MemoryFile
 from colotrain.engine.state.whole_copy import (
+    Copied,
     Key,
     WholeCopy,
     describe,
@@ -41,36 +43,18 @@ from colotrain.engine.state.whole_copy import (
     key_of,
     look,
 )
-from colotrain.errors import ConfigError
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
+from colotrain.spec.elastic import COPY_PLACES, CopyPlaces
 from colotrain.spec.plan import RunPlan
 
 ABOUT_BYTES = 1 << 20
 """Bytes that are reserved for the description of a copy, beside its tensors."""
-SHARE_OF_FREE_MEMORY = 0.9
 SHORTEST_PAUSE_S = 30.0
 """Seconds after an error until copies are sent to the other node again; doubled with each error."""
 SMOOTHING = 0.2
 """Weight of the newest copy in the mean cost of copies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """This rank's own copy, of a moment of which every rank has its own."""
-
-    key: Key
-    file: MemoryFile
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    def sizes(self) -> dict[str, int]:
-        return self.file.sizes()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,9 +110,12 @@ class MemoryCopies:
         if not plan.elastic.memory_copy.enabled:
             return None
         # not for children of this rank, which inherit its environment
-        paths, files = os.environ.pop(MEMORY_FILES, "").split(os.pathsep), []
-        given = os.environ.pop(COPY_PLACES, "")
+        given, files = os.environ.pop(COPY_PLACES, '{"launcher": 0}'), []
+        places = from_plain(CopyPlaces, json.loads(given))
+        local_rank = int(os.environ["LOCAL_RANK"])
         try:
+            if not (paths := places.own_paths(local_rank)):
+                raise FileNotFoundError("it has no files for them")
             files = [MemoryFile(path) for path in paths]
         except OSError as error:
             _say_none(events, f"the launcher's memory cannot be reached ({error})")
@@ -137,14 +124,13 @@ class MemoryCopies:
         if missing.item():
             return None
         attempt = str(exchange.broadcast(secrets.token_hex(4)))
-        places = from_plain(CopyPlaces, json.loads(given))
         copies = MemoryCopies(
             plan=plan,
             events=events,
             files=files,
             attempt=attempt,
             places=places,
-            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_rank=local_rank,
         )
         if places.buddy:
             copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)
@@ -155,7 +141,7 @@ class MemoryCopies:
     def choose(self) -> Copied | WholeCopy | None:
         """Return the newest copy that every rank has whole. All ranks must call."""
         memory = look(self.places, self.local_rank, self._ranks_here)
-        mine = {found.key: found for file in self.files if (found := self._read(file))}
+        mine = self._own_copies()
         held = [(copy.key, copy.rank) for copy in memory.copies]
         told = exchange.all_gather((list(mine), held, memory.newest, memory.valid_from))
         self.number = max(newest for _, _, newest, _ in told)
@@ -168,7 +154,7 @@ class MemoryCopies:
         for key in sorted(ranks_of, reverse=True):
             if key.number < self.valid_from:
                 break
-            if all(key in own for own in everyone) and self._all_intact(mine[key].file):
+            if all(key in own for own in everyone) and self._all_intact(mine[key]):
                 return mine[key]
             if ranks_of[key] == set(range(key.world_size)):
                 whole = join_copies(key, memory, partial(self._pass_over, key), self.readers)
@@ -180,8 +166,8 @@ class MemoryCopies:
         text = f"warning: rank {dist.get_rank()}: copies of step {key.step} cannot be read: {why}"
         self.events.write(Note(text=text))
 
-    def _all_intact(self, file: MemoryFile) -> bool:
-        bad = torch.tensor(float(not file.is_intact()))
+    def _all_intact(self, copy: Copied) -> bool:
+        bad = torch.tensor(float(not copy.is_intact()))
         dist.all_reduce(bad)
         return bad.item() == 0
 
@@ -189,20 +175,24 @@ class MemoryCopies:
     def _ranks_here(self) -> int:
         return self.plan.cluster.procs_per_node
 
-    def _read(self, file: MemoryFile) -> Copied | None:
-        """Return what is in one of this rank's files, if this rank made it."""
-        about = file.read()
-        if about is None or about.get("rank") != [dist.get_rank(), dist.get_world_size()]:
-            return None
-        key = key_of(about)
-        try:
-            manifest = from_plain(Manifest, about["manifest"])
-        except ConfigError:
-            return None
-        return Copied(key=key, file=file, manifest=manifest) if key is not None else None
+    def _own_copies(self) -> dict[Key, Copied]:
+        """Return what is in this rank's files, if this rank made it."""
+        here, found = [dist.get_rank(), dist.get_world_size()], {}
+        for file in self.files:
+            about = file.read()
+            if about and about.get("rank") == here and (key := key_of(about)) is not None:
+                found[key] = Copied(key=key, file=file, about=about)
+        return found
 
-    def begin(self, copied: Copied | WholeCopy | None, step: int) -> None:
-        """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""
+    def begin(
+        self, copied: Copied | WholeCopy | None, step: int, device: torch.device | None = None
+    ) -> None:
+        """Begin an attempt after `step` steps: every copy but the one it resumed from is void.
+
+        On a GPU, which `device` is then, copies are made beside the gradients.
+        """
+        if device is not None and device.type == "cuda":
+            self.beside = BesideGradients(device)
         self.readers.close()
         if copied is None:
             self.clear()
@@ -261,9 +251,9 @@ class MemoryCopies:
             "number": self.number + 1,
             "valid_from": self.valid_from,
             "attempt": self.attempt,
-            "rank": [dist.get_rank(), dist.get_world_size()],
+            "rank": [(rank := dist.get_rank()), dist.get_world_size()],
             "manifest": to_plain(manifest),
-            "parts": describe(self.parts, tensors),
+            "tensors": describe(self.parts, tensors, rank),
         }
         write = partial(self._write, self.files[0], about, beside=self.valid)
         if self.beside is None:
@@ -344,7 +334,7 @@ class MemoryCopies:
         if not missing:
             return 0.0
         ranks = self._ranks_here
-        if missing * ranks > SHARE_OF_FREE_MEMORY * host.free_bytes():
+        if not host.has_room(missing * ranks):
             raise OSError(f"{missing * ranks >> 20} MiB more are needed, and not free")
         for file in self.files:
             file.reserve(num_bytes)
@@ -366,3 +356,80 @@ def _say_none(events: EventWriter, why: str) -> None:
     rank = dist.get_rank()
     text = f"warning: rank {rank}: no copies of the state in memory: {why}; restarts go on from "
     events.write(Note(text=f"{text}checkpoints"))
+
+
+class BesideGradients:
+    """A copy of a GPU's state, made while the next gradients are computed.
+
+    Parameters and optimizer state do not change before the next update, so that they may be on
+    their way to page-locked host memory until then; what a forward changes is copied on the GPU
+    first.
+
+    One copy is made at a time: `finish` must be called before the next one, and before the state
+    changes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.memory: Tensor | None = None
+        self._thread = ThreadPoolExecutor(1, "memory-copy")
+        self._held: list[Tensor] = []
+        """What is being copied, which must stay until it has been."""
+        self._pending: Future[None] | None = None
+
+    def begin(
+        self,
+        tensors: Mapping[str, Tensor],
+        changing: Collection[str],
+        write: Callable[[dict[str, Tensor]], None],
+    ) -> float:
+        """Queue the copies; `write` gets them on the thread when they are there.
+
+        `changing` are names of tensors that a forward changes. Returns the seconds that locking
+        memory took, which the first copy alone does.
+        """
+        began = time.perf_counter()
+        end = sum(_room(tensor) for tensor in tensors.values())
+        if self.memory is None or self.memory.numel() < end:
+            self.memory = page_locked(end)
+        locking_s = time.perf_counter() - began
+        given = {n: t.clone() if n in changing else t for n, t in tensors.items()}
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            on_host = self._to_host(given)
+            there = self.stream.record_event()
+        self._held = list(given.values())
+
+        def write_when_there() -> None:
+            there.synchronize()
+            write(on_host)
+
+        self._pending = self._thread.submit(write_when_there)
+        return locking_s
+
+    def finish(self) -> None:
+        """Wait until the copy is written; raises the error because of which it is not."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        finally:
+            self._held = []
+
+    def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Queue the copies into one block of memory; what is on the host stays where it is."""
+        assert self.memory is not None
+        found, start = dict(tensors), 0
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cpu":
+                there = self.memory[start : start + tensor.nbytes]
+                found[name] = there.view(tensor.dtype).view(tensor.shape)
+                found[name].copy_(tensor, non_blocking=True)
+                start += _room(tensor)
+        return found
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of page-locked memory for a tensor; none for one on the host, which stays there."""
+    return 0 if tensor.device.type == "cpu" else tensor.nbytes + -tensor.nbytes % ALIGNMENT

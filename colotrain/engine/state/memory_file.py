@@ -53,10 +53,9 @@ class MemoryFile:
     def write(self, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
         """Replace the content. `about` is plain data, and returned by `read`."""
         self.clear()
-        output, places = _Output(self.handle), {}
+        output, places = _Output(self.handle), places_of(tensors)
         for name, tensor in tensors.items():
-            output.add(memoryview(bytes(-output.end % ALIGNMENT)))
-            places[name] = output.end, tensor.nbytes
+            output.add(memoryview(bytes(places[name][0] - output.end)))
             output.add(bytes_of(tensor.cpu()))
         output.flush()
         summed, at = output.summed.hexdigest(), output.end
@@ -118,6 +117,15 @@ class MemoryFile:
             return None
         document: dict[str, Any] = json.loads(text)
         return document
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return where a copy of each of these tensors begins in a file, and its bytes."""
+    places, end = {}, FIRST
+    for name, tensor in tensors.items():
+        start = end + -end % ALIGNMENT
+        places[name], end = (start, tensor.nbytes), start + tensor.nbytes
+    return places
 
 
 class _Output:

@@ -94,11 +94,43 @@ def _differing_buffers(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 def tensors_of(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
-    state = {f"model.{n}": t for n, t in model_state(run.sharded) if n not in skipped}
-    for name, values in run.optimizer.state().items():
+    model = {n: t for n, t in model_state(run.sharded) if n not in skipped}
+    return _flat(run, model, run.optimizer.state())
+
+
+def held(run: Run) -> dict[str, Tensor]:
+    """Return flat name → what this rank holds of the state, with the names of a checkpoint."""
+    # finding the local part of a DTensor takes far longer than looking up a shard
+    shards, skipped = run.optimizer.shards, unchanged(run)
+    model = {
+        name: shards[name] if name in shards else local_part(tensor)
+        for name, tensor in model_state(run.sharded)
+        if name not in skipped
+    }
+    return _flat(run, model, run.optimizer.held_state())
+
+
+def _flat(
+    run: Run, model: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    state = {f"model.{name}": tensor for name, tensor in model.items()}
+    for name, values in optimizer.items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
     state |= plain_state.encoded(run)
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
+
+
+def copied_parts(run: Run, state: Mapping[str, Tensor]) -> dict[str, Part | None]:
+    """Return which part of the whole each tensor of `held` is; None where another rank tells it.
+
+    Buffers are told by every rank, as this rank's own.
+    """
+    tensors = tensors_of(run, unchanged(run))
+    found: dict[str, Part | None] = dict.fromkeys(state)
+    names = buffers_of(run, tensors)
+    own = parts_of(run, {own_name(run, name): tensors[name] for name in names})
+    found |= {name: own[own_name(run, name)] for name in names}
+    return found | {piece.part.name: piece.part for piece in written_here(run, tensors)}
 
 
 def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:

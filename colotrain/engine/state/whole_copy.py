@@ -15,14 +15,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from colotrain.engine.comms import exchange
 from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import RemoteFile, RemoteLauncher
-from colotrain.engine.state.dcp_json import INVALID, FileSource, Source, index_of, join
+from colotrain.engine.state.index import (
+    INVALID,
+    FileSource,
+    Index,
+    Source,
+    entry_of,
+    index_of,
+    join,
+)
 from colotrain.engine.state.manifest import Manifest
-from colotrain.engine.state.memory_file import MemoryFile
+from colotrain.engine.state.memory_file import MemoryFile, places_of
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import CopyPlaces
@@ -39,52 +46,53 @@ class Key(NamedTuple):
     """Random text of the attempt that made it."""
 
 
-def describe(parts: Mapping[str, Part | None], held: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a copy of `held` adds to the whole, as plain data: name in the whole → part.
+def describe(
+    parts: Mapping[str, Part | None], held: Mapping[str, Tensor], rank: int
+) -> dict[str, Any]:
+    """Return the part of the index (`index.join`) for a copy of `held`; its file is the rank's.
 
     `parts` are the parts by their names in `held`; None: another rank adds the same.
     """
-    found = {}
-    for name, part in parts.items():
-        if part is None:
-            continue
-        sizes = list(held[name].shape)
-        found[part.name] = {
-            "held": name,
-            "dtype": str(held[name].dtype).removeprefix("torch."),
-            # plain data, which is not divided, may have another length now
-            "shape": list(part.whole) if part.divided else sizes,
-            "offsets": list(part.begin),
-            "sizes": sizes,
-        }
-    return found
+    places = places_of(held)
+    return {
+        part.name: entry_of(part, held[name], file=str(rank), start=places[name][0])
+        for name, part in parts.items()
+        if part is not None
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCopy:
-    """A copy in the memory of this rank's launcher."""
+class Copied:
+    """A copy in the memory of this rank's launcher, which this rank may have made itself."""
 
     key: Key
-    rank: int
-    """Rank that made it."""
     file: MemoryFile
-    handle: int
-    """The file's handle in the launcher."""
     about: dict[str, Any]
+    handle: int = -1
+    """The file's handle in the launcher; -1 for this rank's own files, which have paths."""
 
-    def index(self) -> dict[str, Any]:
-        """Return its part of the index (`dcp_json.join`); the file is named by the rank."""
-        starts, tensors = self.file.places(), {}
-        for name, part in self.about["parts"].items():
-            start, length = starts[part["held"]]
-            box = {"offsets": part["offsets"], "sizes": part["sizes"]}
-            place = {"file": str(self.rank), "start": start, "length": length}
-            tensors[name] = {
-                "dtype": part["dtype"],
-                "shape": part["shape"],
-                "chunks": [box | place],
-            }
-        return tensors
+    @property
+    def rank(self) -> int:
+        """Rank that made it."""
+        return int(self.about["rank"][0])
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it tells of the run; `ConfigError` where other code wrote it."""
+        return from_plain(Manifest, self.about["manifest"])
+
+    @property
+    def step(self) -> int:
+        return self.key.step
+
+    def is_intact(self) -> bool:
+        """Whether all of it can be read, by its checksum."""
+        with suppress(ConfigError):
+            return bool(self.manifest) and self.file.is_intact()
+        return False
+
+    def sizes(self) -> dict[str, int]:
+        return self.file.sizes()
 
 
 def key_of(about: dict[str, Any]) -> Key | None:
@@ -100,7 +108,7 @@ class Memory:
     """This rank's share of the files in its launcher's memory."""
 
     places: CopyPlaces
-    copies: list[FoundCopy]
+    copies: list[Copied]
     newest: int
     """Number of the newest copy in these files, be it void."""
     valid_from: int
@@ -112,21 +120,14 @@ def look(places: CopyPlaces, share: int, shares: int) -> Memory:
     copies, newest, valid_from = [], 0, 0
     for handle in places.files[share::shares]:
         with suppress(OSError, *INVALID):
-            file = MemoryFile(path_of(places, handle))
+            file = MemoryFile(places.path(handle))
             if (about := file.read()) is None:
                 continue
             newest = max(newest, about["number"])
             valid_from = max(valid_from, about["valid_from"])
             if (key := key_of(about)) is not None:
-                found = FoundCopy(
-                    key=key, rank=about["rank"][0], file=file, handle=handle, about=about
-                )
-                copies.append(found)
+                copies.append(Copied(key=key, file=file, handle=handle, about=about))
     return Memory(places=places, copies=copies, newest=newest, valid_from=valid_from)
-
-
-def path_of(places: CopyPlaces, handle: int) -> str:
-    return f"/proc/{places.launcher}/fd/{handle}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,7 @@ class WholeCopy:
 
     key: Key
     manifest: Manifest
-    index: Metadata
+    index: Index
 
     @property
     def step(self) -> int:
@@ -143,7 +144,7 @@ class WholeCopy:
 
     def sizes(self) -> Mapping[str, Any]:
         """Return the tensors' names, with their descriptions."""
-        return self.index.state_dict_metadata
+        return self.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +174,7 @@ def join_copies(
             launcher=memory.places.own,
             handle=copy.handle,
             num_bytes=copy.file.end(),
-            index=copy.index(),
+            index=copy.about["tensors"],
             manifest=copy.about["manifest"],
         )
         for copy in memory.copies
@@ -220,7 +221,7 @@ def open_sources(
     for holder in holders:
         address = holder.launcher
         if address == places.own:
-            sources[str(holder.rank)] = FileSource(Path(path_of(places, holder.handle)))
+            sources[str(holder.rank)] = FileSource(Path(places.path(holder.handle)))
             continue
         if address not in launchers:
             launcher = RemoteLauncher(address, secret=places.secret)

@@ -19,7 +19,7 @@ from colotrain.engine.comms import exchange
 from colotrain.engine.gradients.accumulation import Batch, to_device, weighted_output
 from colotrain.engine.model.unchanged import unchanged, uncompiled
 from colotrain.engine.sharding.sharded_model import reshard
-from colotrain.engine.state.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.loss_trial import sums_tokens

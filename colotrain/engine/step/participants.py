@@ -13,7 +13,7 @@ from torch import nn
 from colotrain.dotted import import_target
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state import checkpoint
-from colotrain.engine.state.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import Evaluator

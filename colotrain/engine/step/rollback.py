@@ -15,9 +15,9 @@ from colotrain.engine.gradients.nonfinite import describe, locate
 from colotrain.engine.model.freezing import BY_MODEL, freeze_
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state import checkpoint
+from colotrain.engine.state.checkpoint import copy_to_memory
 from colotrain.engine.state.choosing import choose
 from colotrain.engine.state.manifest import read_manifest
-from colotrain.engine.state.memory_state import copy_to_memory
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.participant import Agreed
 from colotrain.errors import ColotrainError

@@ -12,7 +12,7 @@ from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.accumulation import accumulate
 from colotrain.engine.sharding.sums import average_statistics_
 from colotrain.engine.state import checkpoint
-from colotrain.engine.state.memory_state import copy_to_memory, finish_copy
+from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step import monitor
 from colotrain.engine.step.batches import Batches

@@ -29,7 +29,7 @@ from colotrain import host
 from colotrain.dotted import new_python
 from colotrain.errors import UsageError
 from colotrain.parent_process import die_with
-from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, ROUND_KEY
+from colotrain.spec.elastic import COPY_PLACES, ROUND_KEY
 from colotrain.spec.exit_codes import WORKER_USAGE, signal_name
 
 FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
@@ -211,16 +211,15 @@ def work(
     module: str,
     rundir: str,
     launcher: int,
-    copies: list[str],
     places: str,
     key: str,
     digests: tuple[str, ...],
 ) -> None:
     """Body of a worker process: `module.main(rundir, *digests)`, whose result is the exit code.
 
-    An exception is printed to the worker's log. `launcher` is the launcher's process id, `copies`
-    are the paths of its `MemoryFiles`, by local rank, `places` are its `CopyPlaces`, as JSON, `key`
-    is the secret of the round, and `digests` are those of the plans that the worker reads.
+    An exception is printed to the worker's log. `launcher` is the launcher's process id, `places`
+    are its `CopyPlaces`, as JSON, if it keeps copies, `key` is the secret of the round, and
+    `digests` are those of the plans that the worker reads.
 
     It exits without returning: torch's agent would receive the result over a queue, whose locks a
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
@@ -229,8 +228,7 @@ def work(
     die_with(launcher)
     die_with(os.getppid())  # without the server, nobody learns how this process ends
     os.environ[ROUND_KEY] = key
-    if copies:
-        os.environ[MEMORY_FILES] = copies[int(os.environ["LOCAL_RANK"])]
+    if places:
         os.environ[COPY_PLACES] = places
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
     try:
