@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+IGNORE_INDEX = -100
+"""Label that losses leave out, as torch's do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedPlan:

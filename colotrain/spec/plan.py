@@ -15,7 +15,7 @@ from colotrain.records import from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.objectives import DistillPlan, MaskedPlan
+from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan, MaskedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
@@ -234,7 +234,7 @@ class TrainPlan:
     num_validation: int | None = None
     """Number of validation samples; None: not counted, or the data was not prepared."""
     profile: ProfilePlan | None = None
-    ignore_index: int | None = -100
+    ignore_index: int | None = IGNORE_INDEX
     """Label that the loss leaves out, where trial forwards have found it; None: all count."""
 
 
