@@ -64,7 +64,7 @@ def _is_deep(value: Any) -> bool:
 def to_plain(record: Any) -> Any:
     """Convert dataclasses, tuples and mappings to dicts and lists that `json` can write."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        fields = dataclasses.fields(record)
+        fields = ordered_fields(type(record))
         return {f.name.removesuffix("_"): to_plain(getattr(record, f.name)) for f in fields}
     if isinstance(record, Mapping):
         return {str(key): to_plain(value) for key, value in record.items()}
@@ -142,11 +142,32 @@ def read(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
     return _read_scalar(wanted, value, key=key, problems=problems)
 
 
+def after(field: str) -> dict[str, str]:
+    """Return the metadata of a field that people see behind another one; "": first of all."""
+    return {"after": field}
+
+
+@cache
+def ordered_fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of a record, inherited ones first, in the order in which people see them.
+
+    A field with the metadata `after` comes behind the one that it names, which is inherited or
+    stands above it, or first for "".
+    """
+    found = {field.name: field for field in dataclasses.fields(cls)}
+    names = [name for name, field in found.items() if "after" not in field.metadata]
+    for name, field in found.items():
+        if "after" in field.metadata:
+            other = field.metadata["after"]
+            names.insert(names.index(other) + 1 if other else 0, name)
+    return tuple(found[name] for name in names)
+
+
 @cache
 def field_types(cls: type) -> dict[str, Any]:
     """Return key → annotation. A field named like a keyword ends in `_`, its key does not."""
     hints = typing.get_type_hints(cls)
-    return {f.name.removesuffix("_"): hints[f.name] for f in dataclasses.fields(cls)}
+    return {f.name.removesuffix("_"): hints[f.name] for f in ordered_fields(cls)}
 
 
 def sections(cls: type) -> dict[str, type]:

@@ -31,7 +31,7 @@ from colotrain.data.prepare.tokens import prepare_all  # noqa: E402
 from colotrain.runs.resolving import resolve_config  # noqa: E402
 from colotrain.spec.plan import RunPlan  # noqa: E402
 from colotrain.spec.plugins import ROWS  # noqa: E402
-from colotrain.verify.cases import Variant  # noqa: E402
+from colotrain.verify.cases import Case  # noqa: E402
 from colotrain.verify.compare import CaseResult, Tolerance, compare  # noqa: E402
 from colotrain.verify.reference import (  # noqa: E402  # noqa: E402
     Tensors,
@@ -97,7 +97,7 @@ def cases_of(
         # replicas of two shards, which one node has only if it is told so
         shards = 2 if RANKS // (pp * tp) > 1 else 1
         hybrid = {**config, "plugin": {"name": "fsdp-hybrid", "shard_size": shards}}
-        variant = Variant(
+        case = Case(
             plugin=plugin,
             world_size=RANKS,
             pp=pp,
@@ -106,7 +106,7 @@ def cases_of(
             accumulation_steps=steps,
             freeze=frozen,
         )
-        changed = variant.apply(
+        changed = case.apply(
             hybrid if plugin == "fsdp-hybrid" else config, global_batch=GLOBAL_BATCH, steps=STEPS
         )
         changed["train"]["eval_steps"] = 0

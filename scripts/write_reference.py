@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.config import schema
-from colotrain.records import field_types
+from colotrain.records import field_types, ordered_fields
 from colotrain.spec.rules import RULES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -56,7 +56,7 @@ def reference(record: Any, path: str = "") -> Iterator[str]:
     """Markdown of `record`'s keys: first its own, then section by section."""
     cls = type(record)
     sections = []
-    for field in dataclasses.fields(record):
+    for field in ordered_fields(cls):
         key, value = field.name.removesuffix("_"), getattr(record, field.name)
         if dataclasses.is_dataclass(value):
             sections.append((f"{path}{key}", value))

@@ -19,6 +19,7 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.launch.startup import ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.spec.axes import SAMPLES
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("sgd", "recipe")
 FREEZES = ("auto", "none")
-AXES = ("pp", "cp", "tp")
-"""Axes of the mesh that cases vary, from the outermost."""
 WORTH_SAYING_S = 60.0
 SGD = {
     "name": "sgd",
@@ -159,11 +158,11 @@ def _plans(
     optimizer: str,
     steps: int,
 ) -> list[RunPlan]:
-    from colotrain.verify.cases import batch_size, freeze_sets, variants
+    from colotrain.verify.cases import all_cases, batch_size, freeze_sets
 
     freeze = resolved.plan.freeze
     own = bool(freeze.patterns or freeze.unfreeze) or not freezes
-    cases = variants(
+    cases = all_cases(
         plugins=plugins,
         world_sizes=world_sizes,
         axes=axes,
@@ -171,7 +170,7 @@ def _plans(
         freezes=freeze_sets(resolved.survey.parameters, own=own),
     )
     if not (found := list(cases)):
-        above_one = [axis for axis in reversed(AXES) if max(axes[axis]) > 1]
+        above_one = [axis for axis in reversed(SAMPLES) if max(axes[axis]) > 1]
         key, values = f"--{above_one[0]}", axes[above_one[0]]
         others = " and ".join(f"--{axis}" for axis in above_one[1:])
         whose = f"with {others} a product that divides one" if others else "a divisor"
@@ -182,8 +181,8 @@ def _plans(
     global_batch = batch_size(world_sizes, accumulation) * of_micro_batch
     config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
     return [
-        resolved.resolve(variant.apply(config, global_batch=global_batch, steps=steps))
-        for variant in found
+        resolved.resolve(case.apply(config, global_batch=global_batch, steps=steps))
+        for case in found
     ]
 
 
@@ -229,7 +228,7 @@ def _check_choice(option: str, value: str, choices: Sequence[str], fix: str) -> 
 
 def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, pad_edge=False)
-    axes = [axis for axis in AXES if any(getattr(r, axis) > 1 for r in results)]
+    axes = [axis for axis in SAMPLES if any(getattr(r, axis) > 1 for r in results)]
     names = ["plugin", "ranks", *axes, "accumulation", "frozen by"]
     for name in (*names, "loss", "gradient", "parameter", "steps"):
         table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
@@ -270,7 +269,7 @@ def _notes(results: Sequence[CaseResult]) -> Iterator[str]:
 
 
 def _describe(result: CaseResult) -> str:
-    sizes = [(axis, getattr(result, axis)) for axis in AXES]
+    sizes = [(axis, getattr(result, axis)) for axis in SAMPLES]
     axes = "".join(f", mesh.{axis}={size}" for axis, size in sizes if size > 1)
     return (
         f"{result.plugin} on {result.world_size} ranks"

@@ -184,12 +184,10 @@ def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
 
 
 def _check_optim(settings: Config) -> Iterator[Problem]:
-    optim, key = settings.optim, "optim.betas"
-    if not all(0 <= beta < 1 for beta in optim.betas):
+    optim, key, betas = settings.optim, "optim.betas", list(settings.optim.betas)
+    if not all(0 <= beta < 1 for beta in betas):
         fix = "for example optim.betas=[0.9,0.95]"
-        yield Problem(
-            key=key, value=optim.betas, expected="numbers from 0 up to, but not, 1", fix=fix
-        )
+        yield Problem(key=key, value=betas, expected="numbers from 0 up to, but not, 1", fix=fix)
     known = optimizer_of(optim.name)
     if optim.momentum is not None and known.momentum_beta is None:
         expected = "nothing but for sgd and muon"
@@ -198,9 +196,9 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
     elif optim.momentum is not None and not 0 <= optim.momentum < 1:
         expected, fix = "a number from 0 up to, but not, 1", "for example optim.momentum=0.9"
         yield Problem(key="optim.momentum", value=optim.momentum, expected=expected, fix=fix)
-    if known.num_betas and len(optim.betas) not in known.num_betas:
+    if known.num_betas and len(betas) not in known.num_betas:
         fix = f"for example optim.betas={known.betas_example}"
-        yield Problem(key=key, value=optim.betas, expected=known.betas_are, fix=fix)
+        yield Problem(key=key, value=betas, expected=known.betas_are, fix=fix)
     if ":" in optim.name:
         yield from _check_dotted("optim.name", optim.name)
     elif optim.name not in OPTIMIZERS:

@@ -421,4 +421,5 @@ def several_values(text: str) -> Problem:
 
 def _takes_list(key: str) -> bool:
     wanted = leaves(Config).get(key.lstrip("+"))
-    return list in (typing.get_origin(w) for w in (wanted, *typing.get_args(wanted)))
+    kinds = {typing.get_origin(w) for w in (wanted, *typing.get_args(wanted))}
+    return bool(kinds & {list, tuple})

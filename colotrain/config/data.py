@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from glob import iglob
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.schema_data import Data, Part
+from colotrain.config.schema import Data, Part
 from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.records import same_fields
 from colotrain.spec.objectives import MaskedPlan
 from colotrain.spec.plan import DataPlan, PartPlan
+from colotrain.spec.settings import CommonData, CommonPart
 
 PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
 
@@ -39,30 +42,16 @@ def data_plan(
         problems += _check_template(data)
     if source == "target" and data.target is None:
         return None
+    template = _absolute_place(data.chat_template) if data.chat_template else None
+    placed = replace(data, tokenizer=_absolute_place(data.tokenizer), chat_template=template)
     plan = DataPlan(
         source=source,  # type: ignore[arg-type]  # one of four literals
-        corpus=data.corpus,
+        **same_fields(placed, CommonData),
         paths=paths,
         validation_paths=held,
-        format=data.format,
         mixture=tuple(parts),
-        target=data.target,
-        args=data.args,
-        seq_len=data.seq_len,
-        tokenizer=_absolute_place(data.tokenizer),
         tokens=tuple(tokens),
-        columns=data.columns,
-        chat_template=_absolute_place(data.chat_template) if data.chat_template else None,
-        loss_on=data.loss_on,
-        packing=data.packing,
-        isolate=data.isolate,
-        on_bad=data.on_bad,
         workers=0 if data.workers == "auto" else data.workers,
-        num_workers=data.num_workers,
-        shuffle=data.shuffle,
-        validation_fraction=data.validation_fraction,
-        collate=data.collate,
-        sampler=data.sampler,
         pairs=pairs,
         masked=masked,
     )
@@ -132,11 +121,9 @@ def holds_tokens(data: Data) -> bool:
 
 def _part(part: Part, key: str, problems: list[Problem]) -> PartPlan:
     return PartPlan(
+        **same_fields(part, CommonPart),
         paths=_absolute(part.path, f"{key}.path", problems),
-        weight=part.weight,
         validation_paths=_absolute(part.validation_path, f"{key}.validation_path", problems),
-        format=part.format,
-        columns=part.columns,
     )
 
 

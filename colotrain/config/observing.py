@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from colotrain.config.schema import Config
-from colotrain.config.schema_observe import Notify, Profile
+from colotrain.config.schema import Config, Profile
 from colotrain.errors import Problem
-from colotrain.spec.observing import VARIABLE, NotifyPlan, ProfilePlan
+from colotrain.records import same_fields
+from colotrain.spec.observing import VARIABLE, Notify, NotifyPlan, ProfilePlan
 
 HIGHEST_PORT = 65535
 
@@ -40,9 +40,7 @@ def check_traced_ranks(profile: Profile, world_size: int) -> Iterator[Problem]:
 def notify_plan(notify: Notify) -> NotifyPlan | None:
     if notify.command is None and notify.url is None:
         return None
-    command = tuple(_words(notify))
-    events = tuple(notify.events)
-    return NotifyPlan(command=command, shell=notify.shell, url=notify.url, events=events)
+    return NotifyPlan(**same_fields(notify, Notify) | {"command": tuple(_words(notify))})
 
 
 def profile_plan(profile: Profile) -> ProfilePlan | None:

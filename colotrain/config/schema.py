@@ -6,12 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from colotrain.config.schema_cluster import Cluster, Hardware
-from colotrain.config.schema_data import Data
-from colotrain.config.schema_observe import Observe, Profile
 from colotrain.config.sizes import Size
+from colotrain.records import after
 from colotrain.spec.elastic import Recovery
-from colotrain.spec.plan import Freeze, Recompute, RulePlan, StopEarly
-from colotrain.spec.precisions import PrecisionName
+from colotrain.spec.objectives import Distill
+from colotrain.spec.observing import Notify, TextSamples
+from colotrain.spec.plan import Freeze, Recompute, StopEarly
+from colotrain.spec.settings import (
+    CommonCheckpoint,
+    CommonData,
+    CommonOptim,
+    CommonPart,
+    CommonTrain,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,32 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part(CommonPart):
+    """One part of a mixture."""
+
+    path: str | list[str] = field(metadata=after(""))
+    """Files as in `data.path`."""
+    validation_path: str | list[str] | None = field(default=None, metadata=after("weight"))
+    """Same as `data.validation_path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data(CommonData):
+    """The data: files (`path`, `mixture`), a corpus, or a dataset of your own (`target`)."""
+
+    path: str | list[str] | None = field(default=None, metadata=after("corpus"))
+    """Folder, file or glob of text, JSON, CSV, Parquet, Arrow or token files, or a Hugging Face
+    dataset's folder."""
+    validation_path: str | list[str] | None = field(default=None, metadata=after("path"))
+    """Validation data, written as `data.path`, which then is trained on whole; null: what names of
+    files say, or else a share (`validation_fraction`)."""
+    mixture: list[Part] = field(default_factory=list, metadata=after("format"))
+    """Several sources instead of one: `[{path: a.jsonl, weight: 3}, {path: b/, weight: 1}]`."""
+    workers: int | Literal["auto"] = field(default="auto", metadata=after("on_bad"))
+    """Processes that tokenize records; auto: one per core, at most 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """Small trainable matrices beside the weights of linear layers; all others are frozen."""
 
@@ -131,84 +164,53 @@ class Masking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distill:
-    """Knowledge distillation."""
+class Profile:
+    """Traces of a few steps by torch's profiler."""
 
-    teacher: str | None = None
-    """A Hugging Face directory of a causal model with the vocabulary of the one that trains."""
-    top_k: int = 64
-    """Most probable tokens of each target whose probabilities are kept; the others have one
-    together."""
-    alpha: float = 0.5
-    """Weight of the teacher in the loss; that of the labels is the rest to 1."""
-    temperature: float = 1.0
-    """Divides the logits of both models in the teacher's part of the loss."""
+    steps: list[int] = field(default_factory=list)
+    """First and last step that are traced, as `[10, 12]`; none: no step."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that write a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train:
+class Train(CommonTrain):
     """The training settings."""
 
-    max_steps: int | None = None
+    max_steps: int | None = field(default=None, metadata=after(""))
     """Optimizer steps of the whole run; null: the steps of `epochs`, or 100."""
-    epochs: float | None = None
-    """Passes over the training data, instead of `max_steps`."""
-    last_batch: Literal["fill", "drop"] = "fill"
-    """What becomes of an epoch's last samples that do not fill a global batch: a step fills it with
-    samples of the next epoch, or they are left out of this epoch."""
-    global_batch: int | None = None
+    global_batch: int | None = field(default=None, metadata=after("last_batch"))
     """Samples per step over all ranks."""
-    micro_batch: int | Literal["auto"] | None = None
+    micro_batch: int | Literal["auto"] | None = field(default=None, metadata=after("global_batch"))
     """Samples that one rank feeds forward at once; auto: the fastest that fits by the plan, while
     accumulation keeps the global batch; null: from the other three sizes."""
-    seed: int = 0
-    """Seed of initial weights, sample order and dropout."""
-    precision: PrecisionName = "fp32"
-    """Compute precision; weights and optimizer state stay in the model's own precision."""
-    tf32: bool = False
-    """On CUDA: let fp32 matrix products and convolutions round their inputs to TensorFloat-32 (10
-    bits instead of 23), which is several times as fast."""
-    grad_clip: float | None = 1.0
-    """Maximum global gradient norm, by clipping; null turns it off."""
-    activation_checkpointing: Recompute | Literal["auto"] = "none"
+    activation_checkpointing: Recompute | Literal["auto"] = field(
+        default="none", metadata=after("grad_clip")
+    )
     """Recompute activations per block in backward (always non-reentrant): all of them (full), or
     all but the outputs of matrix products, convolutions and attention (selective); auto: the
     fastest that fits by the plan."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
-    eval_every: int | str | None = None
+    eval_every: int | str | None = field(default=None, metadata=after("compile"))
     """Steps between evaluations, or epochs as in `0.5ep`; 0 or null: only before the first step and
     after the last one. The evaluation before the first step is left out if it is predicted to take
     five minutes."""
-    eval_steps: int | Literal["all"] = 8
-    """Global batches per evaluation, at most one pass over the validation samples; all: exactly one
-    pass; 0: no evaluations at all."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What a loss or gradient that is not finite does: end the run, skip the step, or go back to
-    the last checkpoint and skip the batches since then."""
-    max_rollbacks: int = 3
-    """How often `train.on_nonfinite=rollback` may go back before the run ends."""
-    objective: Literal["dpo", "masked", "distill"] | None = None
+    objective: Literal["dpo", "masked", "distill"] | None = field(
+        default=None, metadata=after("max_rollbacks")
+    )
     """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
     masked: hidden tokens of text, for BERT and its like; distill: labels and a teacher's
     probabilities; null: the loss of the model, or `train.loss`."""
-    dpo: DPO = field(default_factory=DPO)
+    dpo: DPO = field(default_factory=DPO, metadata=after("objective"))
     """Settings of `train.objective=dpo`."""
-    masking: Masking = field(default_factory=Masking)
+    masking: Masking = field(default_factory=Masking, metadata=after("dpo"))
     """Settings of `train.objective=masked`."""
-    distill: Distill = field(default_factory=Distill)
+    distill: Distill = field(default_factory=Distill, metadata=after("masking"))
     """Settings of `train.objective=distill`."""
-    loss: str | None = None
+    loss: str | None = field(default=None, metadata=after("distill"))
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""
-    metrics: str | None = None
-    """`package.module:callable` of (batch, outputs), called in evaluations, that returns a dict of
-    numbers: each a (sum, count), or a mean over the targets."""
-    stop_early: StopEarly = field(default_factory=StopEarly)
+    stop_early: StopEarly = field(default_factory=StopEarly, metadata=after("metrics"))
     """The end of a run whose evaluations no longer improve."""
-    on_gradients: str | None = None
-    """`package.module:callable` of (model, number of steps before this one), called with the
-    gradients of each step before clipping."""
     profile: Profile = field(default_factory=Profile)
     """Traces of a few steps by torch's profiler."""
 
@@ -232,28 +234,11 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optim:
+class Optim(CommonOptim):
     """The optimizer."""
 
-    name: str = "adamw"
-    """adamw, sgd, lion, muon (for the matrices of layers; AdamW for the rest), adafactor, or
-    `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of an optimizer of your own."""
-    rules: list[RulePlan] = field(default_factory=list)
-    """Settings for some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; later
-    rules win if several match."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """The two decay rates of AdamW and Lion."""
-    momentum: float | None = None
+    momentum: float | None = field(default=None, metadata=after("betas"))
     """Momentum of sgd and muon; null: the first of `betas` for sgd, the second for muon."""
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices, decoupled but for sgd, which adds it to the gradient as torch does;
-    norms and biases of any shape, vectors and scalars have none."""
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the run."""
 
@@ -293,25 +278,36 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(CommonCheckpoint):
     """Saved states of the run."""
 
-    every: int | str | None = "auto"
+    every: int | str | None = field(default="auto", metadata=after(""))
     """Steps between checkpoints, or epochs as in `1ep`; auto: by time (`minutes`); null: only when
     the run is asked to stop and at its end; 0: none at all."""
-    minutes: float = 10.0
+    minutes: float = field(default=10.0, metadata=after("every"))
     """Minutes between checkpoints under `every=auto`."""
-    keep: int = 2
-    """Number of newest checkpoints to keep; the last good one is always kept."""
-    best: Best = field(default_factory=Best)
+    best: Best = field(default_factory=Best, metadata=after("keep"))
     """The checkpoint of the best evaluation."""
-    async_: bool = True
-    """Train on while the state is written (written `async`); may need memory for a copy."""
-    resume: str = "auto"
-    """auto (continue from this run's newest checkpoint), none, or a run or checkpoint folder."""
-    content: Literal["all", "trained"] = "all"
-    """trained: without parameters that never trained, for example under adapters; to resume or
-    export such a checkpoint, the model that the run began with must still exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observe:
+    """What is recorded."""
+
+    log_every: int | Literal["auto"] | None = "auto"
+    """Steps between progress lines without a terminal; auto: a line every 10 to 60 seconds; 0 or
+    null turns them off."""
+    grads_every: int | None = 10
+    """Steps between gradient records; 0 or null turns them off."""
+    samples: TextSamples = field(default_factory=TextSamples)
+    """Texts that the model writes after evaluations."""
+    notify: Notify = field(default_factory=Notify)
+    """A command or a webhook that is told what becomes of the run."""
+    metrics_port: int | None = None
+    """Port on the loopback address at which the launcher answers Prometheus; null: none."""
+    trackers: list[str] = field(default_factory=list)
+    """Other destinations of records: `tensorboard`, `wandb` (offline unless WANDB_MODE=online),
+    `mlflow`, each an extra to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,16 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colotrain.models.loss import (
-    IGNORE_INDEX,
-    Logits,
-    computing,
-    exact_dtype,
-    in_chunks,
-    rows_at_once,
-    shape_,
-)
-from colotrain.spec.objectives import DistillPlan
+from colotrain.models.loss import Logits, computing, exact_dtype, in_chunks, rows_at_once, shape_
+from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan
 
 TEACHER = "teacher"
 """Entry of a batch with the teacher's rows."""

@@ -27,13 +27,14 @@ from colotrain.models.huggingface_task import (
     check_batch,
 )
 from colotrain.models.llm import positions_within
-from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy, reduction
+from colotrain.models.loss import Logits, cross_entropy, reduction
 from colotrain.models.tensor_parallel import ATTRIBUTE as TENSOR_SHARD
 from colotrain.models.tensor_parallel import (
     TensorShard,
     vocabulary_cross_entropy,
     vocabulary_logits,
 )
+from colotrain.spec.objectives import IGNORE_INDEX
 
 BALANCING = "load_balancing_loss_func"
 """Name of transformers' auxiliary loss in modules of architectures with experts."""

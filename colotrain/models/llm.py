@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colotrain.models.context_parallel import SequenceShard, attend
 from colotrain.models.documents import Documents, attend_within, documents_in
-from colotrain.models.loss import IGNORE_INDEX, Head
+from colotrain.models.loss import Head
 from colotrain.models.tensor_parallel import (
     TensorShard,
     VocabularyEmbedding,
@@ -26,6 +26,7 @@ from colotrain.models.tensor_parallel import (
     vocabulary_logits,
 )
 from colotrain.spec.divisions import Divisions
+from colotrain.spec.objectives import IGNORE_INDEX
 
 INIT_STD = 0.02
 MOST_LAYERS = 10_000

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100
+from colotrain.spec.objectives import IGNORE_INDEX
+
 CHUNK_LOGITS = 1 << 22
 """Logits that exist at a time on the CPU: 16 MiB in float32, which its caches almost hold."""
 LEAST_ROWS = 0.25

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colotrain.models.loss import IGNORE_INDEX
+from colotrain.spec.objectives import IGNORE_INDEX
 
 COUNT = "num_targets"
 """Key or attribute of the number of targets that the loss is the mean of."""

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colotrain.models.loss import IGNORE_INDEX
 from colotrain.models.outputs import pair_in
+from colotrain.spec.objectives import IGNORE_INDEX
 
 REFERENCE = "reference_log_probs"
 """Entry of a batch with the reference's log-probabilities, float64."""

@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from colotrain import module_tree
 from colotrain.errors import UsageError
 from colotrain.models.context_parallel import Collective, without_sending
-from colotrain.models.loss import IGNORE_INDEX, PRODUCTS, Logits, exact_dtype, in_chunks, shape_
+from colotrain.models.loss import PRODUCTS, Logits, exact_dtype, in_chunks, shape_
 from colotrain.spec.divisions import Divisions, Split
+from colotrain.spec.objectives import IGNORE_INDEX
 
 ATTRIBUTE = "tensor_shard"
 """Attribute of modules that compute a part of their output where it is not None."""

@@ -13,8 +13,9 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, around
 from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.model_surveys import ModelSurveys
+from colotrain.records import same_fields
 from colotrain.spec.memory import MemoryBreakdown
-from colotrain.spec.objectives import DistillPlan
+from colotrain.spec.objectives import Distill, DistillPlan
 from colotrain.spec.plan import FreezePlan, ModelPlan
 from colotrain.spec.survey import Survey, Trace
 from colotrain.spec.teacher import kept_bytes
@@ -32,12 +33,8 @@ def distill_plan(settings: Config, problems: list[Problem]) -> DistillPlan | Non
         expected = "a teacher under train.objective=distill"
         problems.append(Problem(key=TEACHER, expected=expected, fix=fix))
         return None
-    return DistillPlan(
-        teacher=str(Path(distill.teacher).expanduser().absolute()),
-        top_k=distill.top_k,
-        alpha=distill.alpha,
-        temperature=distill.temperature,
-    )
+    teacher = str(Path(distill.teacher).expanduser().absolute())
+    return DistillPlan(**same_fields(distill, Distill) | {"teacher": teacher})
 
 
 def check_distillation(

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
-from colotrain.config.schema import Config, Optim
-from colotrain.config.schema_data import Data
+from colotrain.config.schema import Config, Data, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
 from colotrain.planner.distillation import check_distillation, memory_of_pass

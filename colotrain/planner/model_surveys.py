@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import Progress, is_prepared, prepare_all
@@ -21,6 +21,7 @@ from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import LossStudy, Survey, Trace
 
+T = TypeVar("T")
 WITHOUT_VALUES = frozenset({"survey", "trace_micro_batch", "sequence"})
 """Functions that build a model without values, or run it without them."""
 ShowPreparation = Callable[[], AbstractContextManager[Progress]]
@@ -43,12 +44,7 @@ class ModelSurveys:
 
     def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         """Return the model's parameters, groups and abilities; raise `ColotrainError` if broken."""
-
-        def compute() -> tuple[Survey, Dependencies | None]:
-            found: tuple[Survey, Dependencies | None] = self._call("survey", model, freeze, seq_len)
-            return found
-
-        return cached(Survey, model, (freeze, seq_len), compute)
+        return self._cached(Survey, (freeze, seq_len), "survey", model, freeze, seq_len)
 
     def trace(
         self,
@@ -78,25 +74,14 @@ class ModelSurveys:
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""
-
-        def compute() -> tuple[BlockSequence, Dependencies | None]:
-            found: tuple[BlockSequence, Dependencies | None] = self._call("sequence", model, data)
-            return found
-
         about = ("sequence", data.seq_len, data.target, data.args, data.collate)
-        return cached(BlockSequence, model, about, compute)
+        return self._cached(BlockSequence, about, "sequence", model, data)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
         """Return what forwards in one process find of the loss; nothing where they fail."""
-
-        def compute() -> tuple[LossStudy, Dependencies | None]:
-            found: tuple[LossStudy, Dependencies | None]
-            found = self._call("study_loss", model, data, seed)
-            return found
-
         about = (data.seq_len, data.target, data.args, data.collate, data.isolate, seed)
         try:
-            return cached(LossStudy, model, about, compute)
+            return self._cached(LossStudy, about, "study_loss", model, data, seed)
         except ConfigError:
             raise
         except ColotrainError:  # the process ended without an answer
@@ -131,6 +116,12 @@ class ModelSurveys:
         """Return what cannot be imported of the user's code, which is `named` by setting."""
         found: list[Problem] = self._call("wrong_names", named)[0]
         return found
+
+    def _cached(
+        self, answer: type[T], about: tuple[Any, ...], function: str, model: ModelPlan, *args: Any
+    ) -> T:
+        """Return the answer of a function of `model`, or an earlier one to the same `about`."""
+        return cached(answer, model, about, lambda: self._call(function, model, *args))
 
     def _call(self, function: str, *args: Any) -> Any:
         record = record_trial if function in WITHOUT_VALUES else record_dependencies

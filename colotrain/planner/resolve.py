@@ -17,8 +17,7 @@ from colotrain.config.adapter import plan_adapter
 from colotrain.config.checks import CODE, check, find_resume
 from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
-from colotrain.config.schema import Config, Elastic, Optim, Train
-from colotrain.config.schema_observe import Observe
+from colotrain.config.schema import Config, Elastic, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import Option, SearchSpace
 from colotrain.planner.distillation import distill_plan
@@ -74,6 +73,7 @@ from colotrain.spec.plan import (
     RunPlan,
     TrainPlan,
 )
+from colotrain.spec.settings import CommonCheckpoint
 from colotrain.spec.survey import LossStudy, Survey
 
 
@@ -328,7 +328,6 @@ def _optim(optim: Optim, steps: Steps) -> OptimPlan:
         betas[place] = optim.momentum
     computed = {
         "betas": tuple(betas),
-        "rules": tuple(optim.rules),
         "schedule": optim.schedule.name,
         "warmup_steps": steps.warmup_steps,
         "final_ratio": optim.schedule.min_lr_ratio,
@@ -348,16 +347,15 @@ def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
 def _checkpoint(settings: Config, steps: Steps) -> CheckpointPlan:
     """`every: auto` saves by time, `every: null` at the end only, `every: 0` never."""
     checkpoint = settings.checkpoint
-    named = checkpoint.resume not in ("auto", "none")
+    if checkpoint.resume not in ("auto", "none"):
+        folder = str(find_resume(checkpoint.resume))
+        checkpoint = dataclasses.replace(checkpoint, resume=folder)
     by_time = checkpoint.every == "auto"
     return CheckpointPlan(
+        **same_fields(checkpoint, CommonCheckpoint),
         enabled=checkpoint.every != 0,
         every=steps.save_every,
         every_s=60 * checkpoint.minutes if by_time else 0.0,
-        keep=checkpoint.keep,
-        async_=checkpoint.async_,
-        resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
-        content=checkpoint.content,
         best_metric=checkpoint.best.metric,
         best_mode=checkpoint.best.mode,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+IGNORE_INDEX = -100
+"""Label that losses leave out, as torch's do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedPlan:
@@ -24,13 +27,23 @@ class MaskedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillPlan:
-    """Distillation: the teacher, and its part in the loss."""
+class Distill:
+    """Knowledge distillation."""
+
+    teacher: str | None = None
+    """A Hugging Face directory of a causal model with the vocabulary of the one that trains."""
+    top_k: int = 64
+    """Most probable tokens of each target whose probabilities are kept; the others have one
+    together."""
+    alpha: float = 0.5
+    """Weight of the teacher in the loss; that of the labels is the rest to 1."""
+    temperature: float = 1.0
+    """Divides the logits of both models in the teacher's part of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillPlan(Distill):
+    """The section, with a teacher."""
 
     teacher: str
-    """A Hugging Face model directory."""
-    top_k: int
-    """Tokens whose probabilities the teacher tells; the others have one together."""
-    alpha: float
-    """Weight of the teacher; that of the labels is the rest to 1."""
-    temperature: float
+    """A Hugging Face model directory, by its absolute path."""

@@ -19,14 +19,27 @@ KEEPS_VARIABLES = ("observe.notify.command", "observe.notify.url")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotifyPlan:
-    """A command or a webhook that is told what becomes of the run."""
+class Notify:
+    """A command or a webhook that is told when the run finished, failed, stopped or restarted."""
+
+    command: str | tuple[str, ...] | None = None
+    """Command, as words or as one text. It is run without a shell, with JSON on its standard input
+    and variables such as `COLOTRAIN_STATUS`; `${oc.env:NAME}` in it stays unresolved in files."""
+    shell: bool = False
+    """Let a shell run `command`, which is one text then."""
+    url: str | None = None
+    """Address that gets the same JSON as a POST. It holds `${oc.env:NAME}`, because addresses of
+    webhooks are secrets and every other setting is written to the run's files."""
+    events: tuple[Notified, ...] = NOTIFIED
+    """Which of finished, failed, stopped, restarted are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifyPlan(Notify):
+    """The section, with its command in words."""
 
     command: tuple[str, ...] = ()
     """Words of the command, or the one text that a shell runs."""
-    shell: bool = False
-    url: str | None = None
-    events: tuple[Notified, ...] = NOTIFIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

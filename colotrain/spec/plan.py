@@ -15,11 +15,17 @@ from colotrain.records import from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.objectives import DistillPlan, MaskedPlan
+from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan, MaskedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
-from colotrain.spec.precisions import PrecisionName
+from colotrain.spec.settings import (
+    CommonCheckpoint,
+    CommonData,
+    CommonOptim,
+    CommonPart,
+    CommonTrain,
+)
 
 SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
@@ -125,54 +131,32 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartPlan:
-    """A part of a mixture; `weight` is relative to the other parts'."""
+class PartPlan(CommonPart):
+    """A part of a mixture, with the paths of its files."""
 
     paths: tuple[str, ...]
-    weight: float
     validation_paths: tuple[str, ...] = ()
-    format: str = "auto"
-    columns: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlan:
+class DataPlan(CommonData):
+    """The section, with its source."""
+
     source: Literal["corpus", "path", "target", "mixture"]
-    corpus: str | None = None
     paths: tuple[str, ...] = ()
     validation_paths: tuple[str, ...] = ()
     """Files of validation data alone; none: names decide, or `validation_fraction`."""
-    format: str = "auto"
     mixture: tuple[PartPlan, ...] = ()
-    target: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
-    seq_len: int
-    tokenizer: str
     tokens: tuple[str, ...] = ()
     """Special tokens that are added to the tokenizer."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Role (such as text, prompt, chosen) → the records' column with that role."""
     pairs: bool = False
     """Whether each sample is a preference pair: a chosen answer and a rejected one."""
     masked: MaskedPlan | None = None
     """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
-    chat_template: str | None = None
-    loss_on: Literal["answers", "last", "all"] = "answers"
-    packing: Literal["auto", "stream", "whole", "none"] = "auto"
-    isolate: bool = False
     marks_padding: bool = False
     """Whether samples with padding say where it is: the model's loss would count it otherwise."""
-    on_bad: Literal["stop", "skip"] = "stop"
     workers: int = 0
     """Processes that tokenise; 0: one per core."""
-    num_workers: int = 0
-    """Processes per rank that read micro-batches ahead; 0: the rank reads them itself."""
-    shuffle: bool
-    validation_fraction: float
-    collate: str | None = None
-    """`package.module:callable` that makes a batch of a list of samples; None: they are stacked."""
-    sampler: str | None = None
-    """`package.module:callable` that returns a weight for each sample of the dataset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,66 +191,34 @@ class StopEarly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPlan:
+class TrainPlan(CommonTrain):
+    """The section, with its lengths in steps."""
+
     max_steps: int
-    seed: int
-    precision: PrecisionName
-    grad_clip: float | None
     activation_checkpointing: Recompute
-    compile: bool
     eval_every: float
     """Steps between evaluations; 0: evaluate only before the first and after the last step."""
-    eval_steps: int | Literal["all"]
-    """Global batches per evaluation, at most one pass; all: exactly one pass; 0: never evaluate."""
-    tf32: bool = False
     eval_first: bool = True
-    on_nonfinite: Literal["stop", "skip", "rollback"]
-    max_rollbacks: int = 3
-    on_gradients: str | None = None
-    metrics: str | None = None
-    """`package.module:callable` of a batch and forward's outputs, called in evaluations."""
     stop_early: StopEarly | None = None
-    epochs: float | None = None
-    """Number of epochs that `max_steps` was computed from."""
     epoch_steps: float = 0.0
     """Steps per epoch; 0: not computed, because no setting is in epochs."""
-    last_batch: Literal["fill", "drop"] = "fill"
     num_validation: int | None = None
     """Number of validation samples; None: not counted, or the data was not prepared."""
     profile: ProfilePlan | None = None
-    ignore_index: int | None = -100
+    ignore_index: int | None = IGNORE_INDEX
     """Label that the loss leaves out, where trial forwards have found it; None: all count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RulePlan:
-    """Optimizer settings of the parameters whose names match a glob."""
+class OptimPlan(CommonOptim):
+    """The section, with its momentum among `betas` and its schedule in steps."""
 
-    match: str
-    """Glob on parameter names."""
-    lr_scale: float | None = None
-    """Learning rate, as a multiple of `optim.lr`."""
-    weight_decay: float | None = None
-    """Weight decay, for parameters of any shape."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimPlan:
-    name: str
-    """adamw, sgd, lion, muon, adafactor, or `package.module:Class`."""
-    lr: float
-    betas: tuple[float, ...]
-    eps: float
-    weight_decay: float
     schedule: str
     """cosine, linear, constant, wsd, or `package.module:callable` of (step, total)."""
     warmup_steps: int
     final_ratio: float
     decay_steps: int | None = None
     """wsd: steps of the final decay; None: a fifth of the run."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of a user's own optimizer."""
-    rules: tuple[RulePlan, ...] = ()
 
     def num_decay_steps(self, max_steps: int) -> int:
         """wsd: steps of the final decay in a run of `max_steps`."""
@@ -317,16 +269,14 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPlan:
+class CheckpointPlan(CommonCheckpoint):
+    """The section, with the steps or the seconds between checkpoints."""
+
     enabled: bool
     every: float
     """Steps between checkpoints; 0: none by steps."""
-    keep: int
-    resume: str
     every_s: float = 0.0
     """Seconds between checkpoints; 0: none by time."""
-    content: Literal["all", "trained"] = "all"
-    async_: bool = True
     best_metric: str | None = None
     """Metric whose best evaluation's checkpoint is kept; None: only the newest are kept."""
     best_mode: Literal["min", "max"] = "min"

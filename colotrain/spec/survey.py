@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from colotrain.spec.divisions import Divisions
+from colotrain.spec.objectives import IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class Survey:
 class LossStudy:
     """What forwards in one process found of a loss (`engine.step.loss_trial`)."""
 
-    ignore_index: int | None = -100
+    ignore_index: int | None = IGNORE_INDEX
     """Label that does not count; None: all labels count."""
     notes: tuple[str, ...] = ()
     """What people should know of it."""

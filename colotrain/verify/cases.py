@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colotrain.spec.axes import MeshPlan
+from colotrain.spec.axes import SAMPLES, MeshPlan
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.survey import ParameterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Case:
     """One case: changes to the user's configuration."""
 
     plugin: str
@@ -48,13 +48,12 @@ class Variant:
         split, parts = mesh.get("pp_split") or [], self.pp
         if mesh.get("pp_schedule") == "interleaved":
             parts *= mesh.get("pp_chunks") or DEFAULT_CHUNKS
-        sizes = {"pp": self.pp, "cp": self.cp, "tp": self.tp}
         changed = {
             "name": f"verify-{self.plugin}-{axes}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
             "mesh": {
                 **mesh,
-                **sizes,
+                **{axis: getattr(self, axis) for axis in SAMPLES},
                 "pp_split": split if len(split) == parts and self.pp > 1 else [],
             },
             "train": {
@@ -85,14 +84,14 @@ class Variant:
         return {**config, **changed}
 
 
-def variants(
+def all_cases(
     *,
     plugins: Sequence[str],
     world_sizes: Sequence[int],
     axes: Mapping[str, Sequence[int]],
     accumulation: Sequence[int],
     freezes: Sequence[tuple[str, ...] | None],
-) -> Iterator[Variant]:
+) -> Iterator[Case]:
     """All combinations, but those with world sizes that the product of the axes does not divide.
 
     `axes` has the sizes of axes of the mesh by name; others have the size 1.
@@ -100,15 +99,15 @@ def variants(
     for world_size, sizes, freeze, steps, plugin in itertools.product(
         world_sizes, itertools.product(*axes.values()), freezes, accumulation, plugins
     ):
-        variant = Variant(
+        case = Case(
             plugin=plugin,
             world_size=world_size,
             **dict(zip(axes, sizes, strict=True)),
             accumulation_steps=steps,
             freeze=freeze,
         )
-        if variant.readers:
-            yield variant
+        if case.readers:
+            yield case
 
 
 def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple[str, ...] | None]:

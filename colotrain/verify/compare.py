@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colotrain.records import same_fields
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS, Precision
+from colotrain.verify.cases import Case
 from colotrain.verify.reference import Trajectory, distance, max_abs
 
 DRAWS = (
@@ -77,18 +79,9 @@ def _coarsest(precision: str, dtypes: Iterable[torch.dtype]) -> Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaseResult:
+class CaseResult(Case):
     """One case, a plugin on some ranks, against the reference."""
 
-    plugin: str
-    world_size: int
-    pp: int = 1
-    """Stages of the model."""
-    cp: int = 1
-    """Ranks that divide each sample."""
-    tp: int = 1
-    """Ranks that divide each matrix."""
-    accumulation_steps: int
     freeze: tuple[str, ...]
     max_abs_loss: float
     max_abs_gradient: float
@@ -133,9 +126,7 @@ def compare(
     return CaseResult(
         plugin=plan.plugin.name,
         world_size=plan.world_size,
-        pp=plan.mesh.pp,
-        cp=plan.mesh.cp,
-        tp=plan.mesh.tp,
+        **same_fields(plan.mesh, Case),
         accumulation_steps=plan.batch.accumulation_steps,
         freeze=plan.freeze.patterns,
         max_abs_loss=check.largest["loss"],

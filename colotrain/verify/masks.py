@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from colotrain import module_tree
-from colotrain.data.read.loader import IGNORE_INDEX, Samples
+from colotrain.data.read.loader import Samples
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.torch_internals import Dropouts
 
 

@@ -330,6 +330,7 @@ def test_references_in_a_circle_are_each_a_problem(write: Write) -> None:
         ("plugin=zero1,zero2", "plugin=zero1,zero2: expected one value; a list of choices needs"),
         ("train.seed=range(1,3)", "train.seed=range(1,3): expected one value"),
         ("optim.betas=0.9,0.95", "one value; write optim.betas=[0.9,0.95] for a list"),
+        ("freeze.patterns=a,b", "one value; write freeze.patterns=[a,b] for a list"),
         ("plugin=[zero1,zero2]", "expected one value"),
         ("llm-tiny", "llm-tiny: expected KEY=VALUE; did you mean recipe=llm-tiny?"),
         ("zero2", "zero2: expected KEY=VALUE; did you mean plugin=zero2?"),

@@ -13,8 +13,8 @@ from colotrain.data.prepare.conversations import CHATML, Renderer, renderer_of
 from colotrain.data.prepare.records import BadRecord
 from colotrain.data.prepare.tokens import prepare
 from colotrain.data.read.loader import open_samples
-from colotrain.data.read.packing import IGNORE_INDEX
 from colotrain.errors import ConfigError
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
 PLAIN = (

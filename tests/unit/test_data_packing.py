@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.data.read.mixtures import BLOCK, Mixture, MixtureOrder, block_counts
-from colotrain.data.read.packing import IGNORE_INDEX, Concatenation
+from colotrain.data.read.packing import Concatenation
 from colotrain.errors import ConfigError
 from colotrain.models import documents
 from colotrain.models.documents import (
@@ -25,6 +25,7 @@ from colotrain.models.documents import (
     leave_graphs_for_documents,
 )
 from colotrain.models.llm import LLM, positions_within
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import BatchPlan, DataPlan, PartPlan
 from tests import varlen_on_cpu
 

@@ -19,7 +19,6 @@ from test_view import launcher, plan_of, step
 
 from colotrain.config.compose import gather
 from colotrain.config.observing import notify_plan
-from colotrain.config.schema_observe import Notify
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.event import Event
 from colotrain.events.fold import fold
@@ -29,6 +28,7 @@ from colotrain.runs import trust
 from colotrain.runs.resolving import compose, resolve_config
 from colotrain.show import notify as module
 from colotrain.show.notify import Notifier, check_notify
+from colotrain.spec.observing import Notify
 from colotrain.spec.plan import RunPlan
 
 SECRET = "s3cret-token"

@@ -9,11 +9,14 @@ from typing import Any, Literal
 import pytest
 
 from colotrain import records
+from colotrain.config import schema
 from colotrain.config.schema import Config
 from colotrain.errors import MOST_PROBLEMS, ConfigError, Problem, suggest
 from colotrain.records import (
     DEEPEST,
     MISSING,
+    after,
+    field_types,
     from_json,
     from_plain,
     leaves,
@@ -22,6 +25,17 @@ from colotrain.records import (
     to_plain,
 )
 from colotrain.show.formatting import shown, shown_loss
+from colotrain.spec.elastic import ElasticPlan
+from colotrain.spec.objectives import DistillPlan
+from colotrain.spec.observing import Notify, NotifyPlan
+from colotrain.spec.plan import (
+    CheckpointPlan,
+    DataPlan,
+    FreezePlan,
+    OptimPlan,
+    PartPlan,
+    TrainPlan,
+)
 from colotrain.spec.quantities import format_seconds, format_size, short_duration, short_size
 
 
@@ -181,3 +195,41 @@ def test_documents_have_a_depth() -> None:
             from_json(text)
     assert len(from_json(str([[] for _ in range(100)]))) == 100
     assert from_json('"' + "[" * 100 + '"') == "[" * 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    first: int = 1
+    last: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section(Shared):
+    zeroth: int = field(default=0, metadata=after(""))
+    second: int = field(default=2, metadata=after("first"))
+    third: int = field(default=3, metadata=after("second"))
+    end: int = 5
+
+
+def test_fields_are_shown_where_their_metadata_say_and_not_after_those_they_inherit() -> None:
+    order = ["zeroth", "first", "second", "third", "last", "end"]
+    assert list(to_plain(Section())) == list(field_types(Section)) == order
+
+
+@pytest.mark.parametrize(
+    ("section", "plan"),
+    [
+        (schema.Data, DataPlan),
+        (schema.Part, PartPlan),
+        (schema.Train, TrainPlan),
+        (schema.Optim, OptimPlan),
+        (schema.Checkpoint, CheckpointPlan),
+        (schema.Elastic, ElasticPlan),
+        (Notify, NotifyPlan),
+        (schema.Distill, DistillPlan),
+        (schema.Freeze, FreezePlan),
+    ],
+)
+def test_a_setting_on_which_nothing_is_decided_is_declared_once(section: type, plan: type) -> None:
+    assert set(section.__mro__) & set(plan.__mro__) > {object}
+    assert section.__annotations__.items() & plan.__annotations__.items() == set()

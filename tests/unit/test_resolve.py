@@ -33,7 +33,7 @@ from colotrain.spec.plan import BatchPlan, FreezePlan, ModelPlan, OptimPlan, Run
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.quantities import format_size
 from colotrain.spec.survey import ParameterInfo, Survey
-from colotrain.verify.cases import Variant
+from colotrain.verify.cases import Case
 from tests.unit.known_surveys import resolve
 
 
@@ -685,7 +685,7 @@ def test_a_model_without_parameters_is_a_problem() -> None:
 
 def test_what_verify_tries_of_a_recipe_that_rolls_back_needs_no_checkpoints() -> None:
     config = with_values(("train.on_nonfinite", "rollback"), ("checkpoint.every", 10))
-    case = Variant(plugin="zero2", world_size=2, accumulation_steps=1, freeze=None)
+    case = Case(plugin="zero2", world_size=2, accumulation_steps=1, freeze=None)
     tried = case.apply(config, global_batch=2, steps=3)
     assert plan_of(tried, survey=survey, machine=LAPTOP).train.on_nonfinite == "stop"
 

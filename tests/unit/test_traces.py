@@ -18,7 +18,7 @@ from torch import nn
 from colotrain.cli import profile as module
 from colotrain.cli.main import guarded
 from colotrain.config.observing import profile_plan
-from colotrain.config.schema_observe import Profile
+from colotrain.config.schema import Profile
 from colotrain.engine.sharding import spans
 from colotrain.errors import ConfigError
 from colotrain.events import traces

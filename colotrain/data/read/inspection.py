@@ -14,9 +14,10 @@ from colotrain.data.prepare.prepared import Prepared, Split
 from colotrain.data.prepare.sources import describe_sources
 from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
 from colotrain.data.read.draws import kept_generators, seed_draws
-from colotrain.data.read.loader import IGNORE_INDEX, Samples, open_samples, order_of
+from colotrain.data.read.loader import Samples, open_samples, order_of
 from colotrain.data.read.packing import packing_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
 SPLITS: tuple[Split, ...] = ("train", "validation")

@@ -18,7 +18,7 @@ from colotrain.data.prepare.tokens import parts_of, prepare_shards
 from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.masking import open_masked
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
-from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
+from colotrain.data.read.packing import TokenSamples, pack
 from colotrain.data.read.samples import StreamSamples, user_samples
 from colotrain.data.read.weighted import WeightedOrder, sample_weights
 from colotrain.dotted import described, import_target
@@ -27,7 +27,6 @@ from colotrain.spec.batch import endless_evaluation, no_best, too_few
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 __all__ = [
-    "IGNORE_INDEX",
     "BatchLoader",
     "SampleOrder",
     "Samples",

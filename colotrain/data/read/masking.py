@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from colotrain.data.prepare.prepared import Prepared, Split
-from colotrain.data.read.packing import IGNORE_INDEX, pack
-from colotrain.spec.objectives import MaskedPlan
+from colotrain.data.read.packing import pack
+from colotrain.spec.objectives import IGNORE_INDEX, MaskedPlan
 from colotrain.spec.plan import DataPlan
 
 MASK, RANDOM = 0.8, 0.1

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from colotrain.data.prepare.prepared import Prepared, Split
 from colotrain.errors import ConfigError, Problem
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
-IGNORE_INDEX = -100
 PADDING_MASK = "padding_mask"
 """Entry of a sample that is 0 for the padding at its end."""
 

@@ -46,6 +46,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
+from colotrain.spec.axes import SAMPLES
 from colotrain.spec.phases import Phase
 
 HOW_IT_IS_READ = ("workers", "num_workers")
@@ -295,7 +296,7 @@ def _has_same_ranks(run: Run, manifest: Manifest) -> bool:
     start from the seed again, and buffers that differed have the first rank's values.
     """
     then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
-    alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in ("pp", "cp", "tp"))
+    alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in SAMPLES)
     return alike and manifest.world_size == dist.get_world_size()
 
 

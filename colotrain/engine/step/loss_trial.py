@@ -27,9 +27,9 @@ from colotrain.errors import Problem
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_task import CAUSAL, MASKED
 from colotrain.models.llm import LLM
-from colotrain.models.loss import IGNORE_INDEX
 from colotrain.models.objective import inputs_of, objective_of, output_of
 from colotrain.models.outputs import TargetRule, count_in, loss_in, pair_in
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan, ModelPlan
 
 Batch = Mapping[str, Tensor]

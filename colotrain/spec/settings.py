@@ -1,0 +1,166 @@
+"""The settings that the plan has as they are written: each is declared here, and nowhere else.
+
+A section of the settings adds those that the planner decides on, and the plan what it decided.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from colotrain.spec.precisions import PrecisionName
+
+DataFormat = Literal[
+    "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "nanogpt", "megatron"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonPart:
+    """One part of a mixture."""
+
+    weight: float = 1.0
+    """Share of the samples, relative to the other parts."""
+    format: DataFormat = "auto"
+    """Same as `data.format`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Same as `data.columns`, and added to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonData:
+    """The data."""
+
+    corpus: Literal["stdlib"] | None = None
+    """Corpus that exists on every machine: `stdlib`, the Python standard library's source files."""
+    format: DataFormat = "auto"
+    """Format of the files; auto: recognised by their names and contents."""
+    target: str | None = None
+    """`package.module:callable` that returns a dataset of dicts of tensors."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the callable."""
+    seq_len: int = 256
+    """Tokens per sample."""
+    tokenizer: str = "auto"
+    """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), a tokenizer.json file, or a
+    folder that has one (then its chat template and end-of-text token are used, too); auto: the one
+    in the directory `model.hf`, otherwise bytes."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Field names of the records by their meaning: text, prompt, completion, messages, chosen,
+    rejected, question, answer, context; beside them system, history, tools, documents,
+    chat_template_kwargs, label. For example `{messages: dialog, tools: functions}`."""
+    chat_template: str | None = None
+    """`chatml`, or a file with a Jinja template, which transformers renders; by default the
+    tokenizer's own."""
+    loss_on: Literal["answers", "last", "all"] = "answers"
+    """Tokens of prompt/completion and chat records that count in the loss: those of all answers, of
+    the last answer, or all tokens."""
+    packing: Literal["auto", "stream", "whole", "none"] = "auto"
+    """How documents become samples: `stream` concatenates them and cuts windows; `whole` puts whole
+    documents side by side and pads; `none` pads each. auto: none for records with answers,
+    otherwise stream."""
+    isolate: bool = False
+    """Documents in one sample do not attend to one another, and positions restart in each."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """What an unusable record does: end the preparation, or be counted and left out."""
+    collate: str | None = None
+    """`package.module:callable` that makes a batch, a dict of tensors, of a list of samples of your
+    own dataset, which may differ in length; null: samples are stacked."""
+    sampler: str | None = None
+    """`package.module:callable` that returns a weight for each sample of your own dataset; samples
+    are drawn by them, with replacement."""
+    num_workers: int = 0
+    """Processes of each rank that read micro-batches ahead, for a dataset of your own with slow
+    samples; 0: the rank reads them itself, between forward passes."""
+    shuffle: bool = True
+    """Draw samples in random order from the seed; otherwise in file order."""
+    validation_fraction: float = 0.05
+    """Share of the files, of the records, or of the tokens of one file kept for validation, where
+    neither `validation_path` nor names of files say what is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonTrain:
+    """The training settings."""
+
+    epochs: float | None = None
+    """Passes over the training data, instead of `max_steps`."""
+    last_batch: Literal["fill", "drop"] = "fill"
+    """What becomes of an epoch's last samples that do not fill a global batch: a step fills it with
+    samples of the next epoch, or they are left out of this epoch."""
+    seed: int = 0
+    """Seed of initial weights, sample order and dropout."""
+    precision: PrecisionName = "fp32"
+    """Compute precision; weights and optimizer state stay in the model's own precision."""
+    tf32: bool = False
+    """On CUDA: let fp32 matrix products and convolutions round their inputs to TensorFloat-32 (10
+    bits instead of 23), which is several times as fast."""
+    grad_clip: float | None = 1.0
+    """Maximum global gradient norm, by clipping; null turns it off."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    eval_steps: int | Literal["all"] = 8
+    """Global batches per evaluation, at most one pass over the validation samples; all: exactly one
+    pass; 0: no evaluations at all."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What a loss or gradient that is not finite does: end the run, skip the step, or go back to
+    the last checkpoint and skip the batches since then."""
+    max_rollbacks: int = 3
+    """How often `train.on_nonfinite=rollback` may go back before the run ends."""
+    metrics: str | None = None
+    """`package.module:callable` of (batch, outputs), called in evaluations, that returns a dict of
+    numbers: each a (sum, count), or a mean over the targets."""
+    on_gradients: str | None = None
+    """`package.module:callable` of (model, number of steps before this one), called with the
+    gradients of each step before clipping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RulePlan:
+    """Optimizer settings of the parameters whose names match a glob."""
+
+    match: str
+    """Glob on parameter names."""
+    lr_scale: float | None = None
+    """Learning rate, as a multiple of `optim.lr`."""
+    weight_decay: float | None = None
+    """Weight decay, for parameters of any shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptim:
+    """The optimizer."""
+
+    name: str = "adamw"
+    """adamw, sgd, lion, muon (for the matrices of layers; AdamW for the rest), adafactor, or
+    `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of an optimizer of your own."""
+    rules: tuple[RulePlan, ...] = ()
+    """Settings for some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; later
+    rules win if several match."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, ...] = (0.9, 0.95)
+    """The two decay rates of AdamW and Lion."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices, decoupled but for sgd, which adds it to the gradient as torch does;
+    norms and biases of any shape, vectors and scalars have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonCheckpoint:
+    """Saved states of the run."""
+
+    keep: int = 2
+    """Number of newest checkpoints to keep; the last good one is always kept."""
+    async_: bool = True
+    """Train on while the state is written (written `async`); may need memory for a copy."""
+    resume: str = "auto"
+    """auto (continue from this run's newest checkpoint), none, or a run or checkpoint folder."""
+    content: Literal["all", "trained"] = "all"
+    """trained: without parameters that never trained, for example under adapters; to resume or
+    export such a checkpoint, the model that the run began with must still exist."""
