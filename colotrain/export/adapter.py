@@ -30,6 +30,12 @@ def write_peft(job: Job) -> list[Entry]:
     plan = job.plan.model
     assert plan.adapter is not None, "checked when the format was chosen"
     model = on_meta(plan)
+    if plan.hf is not None and (grown := next(huggingface.names_with_new_rows(model), None)):
+        raise UsageError(
+            f"--adapter: {grown} has rows of added tokens, which {plan.hf} lacks, and PEFT puts "
+            "adapters on that directory as it is",
+            "merge the adapters: leave out --adapter",
+        )
     layers = adapters.adapted(model)
     modules = _trained_modules(job, model)
     held = job.stored.entries

@@ -25,7 +25,7 @@ from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
-from colotrain.models.huggingface_files import Source, load
+from colotrain.models.huggingface_files import Extended, Source, load
 from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_, offline
 from colotrain.models.huggingface_loss import (
     balances_experts,
@@ -157,6 +157,12 @@ def missing_values(model: Any, plan: ModelPlan, seed: int) -> dict[str, Tensor]:
 def is_from_directory(model: nn.Module) -> bool:
     """Whether `build` made the model; otherwise a function of the user's did."""
     return facts_of(model).sources is not None
+
+
+def names_with_new_rows(model: nn.Module) -> Iterator[str]:
+    """Names of parameters with more rows than the model's directory has."""
+    found = sources_of(model).found.items()
+    return (name for name, source in found if isinstance(source, Extended))
 
 
 def is_plain(model: nn.Module) -> bool:

@@ -201,6 +201,24 @@ def test_other_runs_of_text_are_checked(kind: str, colotrain: Colotrain, export:
     assert export("run", "--to", "out", "--check").code == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", ["[]", "[model.embed_tokens.weight]"])
+def test_adapters_beside_new_rows_are_merged_or_refused(
+    colotrain: Colotrain, export: Export, trains: str
+) -> None:
+    sizes = {"vocab_size": 257, "tie_word_embeddings": True}  # no row to spare
+    folder = hf.make_chat_directory(colotrain.cwd / "base", "llama", **sizes)
+    write_chats(colotrain.cwd)
+    tokens = "model.tokens=['<|im_start|>','<|im_end|>']"
+    more = (*LORA, "adapter.targets=[q_proj]", f"freeze.except={trains}", tokens)
+    colotrain.run(*SMALL_RUN, *CHATS, f"model.hf={folder}", *more, "name=run")
+    refused = export("run", "--to", "adapter", "--adapter")
+    assert refused.code == 2
+    assert "has rows of added tokens" in refused.err
+    assert not (colotrain.cwd / "adapter").exists()
+    checked(export, "run", "--to", "merged")
+
+
 def classified(count: int = 64) -> list[dict[str, Any]]:
     """For `data.target`: tokens and a class."""
     draws = torch.Generator().manual_seed(4)
