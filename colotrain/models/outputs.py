@@ -109,7 +109,7 @@ def _further_in(output: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
+        return value.numel() == 1 and value.ndim < 2 and not value.is_complex()
     return isinstance(value, int | float)
 
 

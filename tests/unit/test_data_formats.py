@@ -166,6 +166,8 @@ BAD = [
     (b'{"text": 3}', "text: expected text, not int"),
     (b'{"text": "\\ud800"}', "not valid Unicode"),
     (b'\xff{"text": "a"}', "not UTF-8"),
+    ('{"text": "a"}'.encode("utf-16"), "UTF-16: convert the file to UTF-8"),
+    (b'{"messages": []}', "messages: expected a list with messages in it, not an empty list"),
     (b'{"prompt": "a"}', "completion: expected text, not null"),
     (b'{"prompt": "a", "completion": ""}', "completion: it is empty"),
     (b'{"messages": []}', "messages: expected a list"),

@@ -32,6 +32,11 @@ def test_a_micro_batch_without_targets_has_no_metrics() -> None:
     assert loss.item() == 0.0
 
 
+def test_what_a_model_predicts_for_one_sample_is_no_metric() -> None:
+    output = {"loss": torch.ones(()), "logits": torch.ones(1, 1), "accuracy": torch.ones(())}
+    assert [name for name, *_ in metrics_in(output, torch.ones(()))] == ["accuracy"]
+
+
 class Returns(nn.Module):
     def __init__(self, output: Any) -> None:
         super().__init__()

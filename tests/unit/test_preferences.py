@@ -59,7 +59,11 @@ def test_turns_that_both_share_are_not_learned() -> None:
             {"prompt": "a", "chosen": "b", "rejected": [said("assistant", "c")]},
             "rejected: expected",
         ),
-        ({"chosen": "b", "rejected": "c"}, "prompt: expected text, not null"),
+        ({"chosen": "b", "rejected": "c"}, "expected prompt: without it both answers are lists"),
+        (
+            {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "a")]},
+            "chosen and rejected: expected two answers, they are the same",
+        ),
     ],
 )
 def test_what_is_no_pair_is_said(record: dict, why: str) -> None:

@@ -196,6 +196,8 @@ class Renderer:
         before = fields.find("prompt", *QUESTIONS, *CHATS) or "prompt"
         asked = fields.record.get(fields.name(before))
         is_text = any(isinstance(answer, str) for answer in answers.values())
+        if is_text and asked is None:
+            raise BadRecord(f"expected {names[0]}: without it both answers are lists of messages")
         if is_text and not isinstance(asked, list):
             question = self._question(fields, ("prompt", *QUESTIONS))
             pair = [self._answered(question, answer, fields, n) for n, answer in answers.items()]
@@ -207,6 +209,8 @@ class Renderer:
                 value = fields.take(before)
                 value = [turn("user", value)] if isinstance(value, str) else value
                 chat.prepend(self._conversation(value, fields.name(before)))
+        if chats[0].messages == chats[1].messages:
+            raise BadRecord(f"{' and '.join(answers)}: expected two answers, they are the same")
         common = [a == b for a, b in zip(*(chat.messages for chat in chats), strict=False)]
         for chat in chats:
             chat.first = common.index(False) if False in common else len(common)

@@ -284,4 +284,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+    """What a value is, for a message of what was expected in its place."""
+    if value is None:
+        return "null"
+    return type(value).__name__ if value or not isinstance(value, list) else "an empty list"

@@ -5,6 +5,7 @@ One process reads blocks of bytes; others `parse` them into records.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,8 @@ def _from_row(header: list[str], row: list[str]) -> dict[str, Any] | BadRecord:
 
 
 def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return BadRecord("UTF-16: convert the file to UTF-8")
     try:
         found = json.loads(line)
     except RecursionError:
