@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from colotrain.data.prepare.prepared import Split
@@ -78,10 +78,15 @@ class ModelSurveys:
         return self._cached(BlockSequence, about, "sequence", model, data)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
-        """Return what forwards in one process find of the loss; nothing where they fail."""
+        """Return what forwards in one process find of the loss; nothing where they fail.
+
+        The process is one of its own: a table with values that the user's code keeps there is of no
+        use to forwards without values.
+        """
+        alone = replace(self, caller=ForkedCaller())
         about = (data.seq_len, data.target, data.args, data.collate, data.isolate, seed)
         try:
-            return self._cached(LossStudy, about, "study_loss", model, data, seed)
+            return alone._cached(LossStudy, about, "study_loss", model, data, seed)
         except ConfigError:
             raise
         except ColotrainError:  # the process ended without an answer
