@@ -193,6 +193,30 @@ def test_float_inputs_are_followed_in_the_precision_of_the_run() -> None:
     assert 0 < sum(made["bf16"].storages) < sum(made["fp32"].storages)
 
 
+class Scaled(nn.Module):
+    """Multiplies by a table, which it was given with values or made itself."""
+
+    def __init__(self, table: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = torch.ones(8) if table is None else table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x * self.table).relu() * self.table).square().sum()
+
+
+def test_tables_with_values_are_followed_as_those_without() -> None:
+    """A module makes its constants when it is imported, with values."""
+    found = []
+    for table in (torch.ones(8), None):
+        with torch.device("meta"):
+            model, sample = Scaled(table), {"x": torch.empty(8)}
+        how = {"precision": "fp32", "checkpointing": "none", "device": "cpu", "micro_batch": 4}
+        found.append(trace(model, sample, **how))  # type: ignore[arg-type]
+    assert found[0].storages == found[1].storages
+    assert [s.work for s in found[0].segments] == [s.work for s in found[1].segments]
+
+
 def test_matrix_products_are_counted_as_two_operations_per_weight_and_token() -> None:
     matrices = sum(p.numel for p in looked_at().parameters if len(p.shape) == 2)
     matrices -= 128 * 64  # the embedding is looked up

@@ -119,12 +119,13 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        args, kwargs = _without_constants(args, kwargs or {})
+        out = func(*args, **kwargs)
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in outputs:
             self._follow(tensor)
         if not func.is_view and func is not torch.ops.aten.detach.default:
-            self._count(func, args, kwargs or {}, out, outputs)
+            self._count(func, args, kwargs, out, outputs)
         return out
 
     def _follow(self, tensor: Tensor) -> None:
@@ -158,6 +159,20 @@ class Recording(TorchDispatchMode):
             return
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         now.moved_bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+
+
+def _without_constants(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments that are all on the meta device if one of them is.
+
+    What the user's module made when it was imported has values: a table, weights of classes.
+    """
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if len({t.is_meta for t in tensors}) < 2:
+        return args, kwargs
+    moved: tuple[Any, Any] = pytree.tree_map(
+        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+    )
+    return moved
 
 
 def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0) -> Recording:
