@@ -70,6 +70,11 @@ R1 = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
 )
 """As DeepSeek R1's: answers lose their reasoning, although generation begins with it."""
+QWEN_3 = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.last %}(no thought)"
+    "{% endif %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""As Qwen 3's: it writes a thought before the last answer alone."""
 GLM = (
     "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -117,6 +122,15 @@ CASES: list[tuple[str, Messages, list[str], str]] = [
         "content of messages of the role assistant is not in the text",
     ),
     (R1, TWO, ["[user]one?;[assistant]<1;>[user]two?;[assistant]<2;>"], "beginning of a part of"),
+    (
+        QWEN_3,
+        [user("one?"), answer("1"), answer("2")],
+        [
+            "[user]one?;[assistant]<(no thought)1;>",
+            "[user]one?;[assistant](no thought)1;[assistant]<(no thought)2;>",
+        ],
+        "each answer is a sample of its own",
+    ),
     (
         GLM,
         TWO,

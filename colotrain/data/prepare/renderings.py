@@ -124,7 +124,11 @@ class Rendering:
                     " in the template)"
                 )
             prompt = self.prompt(index)
-            kept = header if prompt[-1:].isspace() else header.rstrip()
+            asks = prompt.removeprefix(self.upto(index)[0])  # what the template asks the model with
+            if asks != prompt and asks and asks in header:  # it may write more before the answer
+                kept = header[: header.rindex(asks) + len(asks)]
+            else:
+                kept = header if prompt[-1:].isspace() else header.rstrip()
             begin, text = len(prompt), prompt + text[len(kept) :]
         return Sample(text=text, answers=((begin, len(text)),), last=index)
 
