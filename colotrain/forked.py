@@ -8,7 +8,6 @@ which has values, would take them for its own. Standard library only.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import warnings
@@ -66,7 +65,7 @@ def _answer(function: Callable[[], Any], pipe: Connection, parent: int) -> NoRet
             outcome = ("found", function())
         except ColotrainError as error:
             outcome = ("refused", error)
-        pipe.send_bytes(pickle.dumps(outcome))
+        pipe.send(outcome)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # the parent calls the function itself
@@ -78,10 +77,10 @@ def _received(pipe: Connection, child: int) -> tuple[str, Any]:
     """What process `child` sends; `("", None)` where it does not. It has ended afterwards."""
     try:
         if pipe.poll(LIMIT_S):
-            found: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
+            found: tuple[str, Any] = pipe.recv()
             has_ended(child, within_s=FLUSH_S)
             return found
-    except (EOFError, OSError, pickle.PickleError):
+    except Exception:  # also what cannot be made again of what was sent
         pass
     finally:
         pipe.close()

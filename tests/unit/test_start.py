@@ -15,6 +15,7 @@ import torch
 
 from colotrain.engine.comms import process
 from colotrain.engine.sharding import grouping
+from colotrain.forked import in_fork
 from colotrain.launch.server import forkserver
 from colotrain.models.llm import LLM
 from tests.dist import difficult
@@ -22,14 +23,13 @@ from tests.dist import difficult
 
 def test_the_groups_are_found_with_one_trial_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = 0
-    trial = grouping._trial
 
-    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def counted(trial):  # type: ignore[no-untyped-def]
         nonlocal trials
         trials += 1
-        return trial(*args, **kwargs)
+        return in_fork(trial)
 
-    monkeypatch.setattr(grouping, "_trial", counted)
+    monkeypatch.setattr(grouping, "in_fork", counted)
     with torch.device("meta"):
         model = LLM(vocab_size=32, d_model=64, num_layers=5, num_heads=1)
     ids = torch.zeros(1, 8, dtype=torch.long)
