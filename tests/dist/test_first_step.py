@@ -119,7 +119,7 @@ def test_the_launcher_never_imports_the_users_code(cold: Colotrain) -> None:
     cold.run(*OWN, "name=one")  # its summary is all of stdout
     launch = next(event for event in cold.events("one") if event.kind == "launch")
     found = importers(cold)
-    assert len(found) == 3, "a look and two ranks"
+    assert len(found) == 4, "looks at the model and at its loss, and two ranks"
     assert launch.fields["pid"] not in found
     result = cold("run", *OWN, "model.target=mine:Broken", "name=wrong", "--json")
     assert (result.code, result.out) == (2, "")
