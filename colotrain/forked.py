@@ -21,7 +21,6 @@ from colotrain.parent_process import die_with, has_ended
 
 LIMIT_S = 600.0
 """Maximum seconds in a fork: as long as a rank may be silent until its first step."""
-
 FLUSH_S = 5.0
 """Maximum seconds after its answer in which a fork writes what the user's code has printed."""
 
@@ -59,8 +58,8 @@ def _answer(function: Callable[[], Any], pipe: Connection, parent: int) -> NoRet
     """Body of the fork."""
     try:
         die_with(parent)
-        if (torch := sys.modules.get("colotrain.torch_internals")) is not None:
-            torch.keep_from_threads_and_cuda()
+        if (internals := sys.modules.get("colotrain.torch_internals")) is not None:
+            internals.keep_from_threads_and_cuda()
         try:
             outcome = ("found", function())
         except ColotrainError as error:
