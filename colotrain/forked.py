@@ -2,7 +2,7 @@
 
 A model that runs without values leaves such tensors wherever the user's code keeps what it makes:
 in a function's cache, in a table of a module, in a module that it imports first. The next forward,
-which has values, would take them for its own. Standard library only.
+which has values, would take them for its own. No torch here.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
+import psutil
+
 from colotrain.errors import ColotrainError
 from colotrain.parent_process import die_with, has_ended
 
 LIMIT_S = 600.0
 """Maximum seconds in a fork: as long as a rank may be silent until its first step."""
+IDLE_S = 8.0
+"""Seconds without computing after which a fork waits in vain: it lacks the process's threads."""
 FLUSH_S = 5.0
 """Maximum seconds after its answer in which a fork writes what the user's code has printed."""
 
@@ -30,8 +35,8 @@ T = TypeVar("T")
 def in_fork(function: Callable[[], T]) -> T:
     """Return what `function` returns in a fork of this process, or raise its `ColotrainError`.
 
-    Where the fork does not answer (it was killed, it needs a GPU, its result cannot be pickled),
-    `function` is called here.
+    Where the fork does not answer (it was killed, it needs a GPU or a thread that it lacks, its
+    result cannot be pickled), `function` is called here.
     """
     ours, theirs = Pipe(duplex=False)
     for stream in (sys.stdout, sys.stderr):
@@ -72,10 +77,26 @@ def _answer(function: Callable[[], Any], pipe: Connection, parent: int) -> NoRet
     os._exit(0)
 
 
+def _answers(pipe: Connection, child: int) -> bool:
+    """Wait for an answer; False where process `child` takes too long, or computes no more."""
+    fork, used = psutil.Process(child), 0.0
+    end = time.monotonic() + LIMIT_S
+    idle_since = time.monotonic()
+    while not pipe.poll(1.0):
+        now, before = time.monotonic(), used
+        times = [one.cpu_times() for one in (fork, *fork.children(recursive=True))]
+        used = sum(one.user + one.system for one in times)
+        if used > before:
+            idle_since = now
+        if now > end or now > idle_since + IDLE_S:
+            return False
+    return True
+
+
 def _received(pipe: Connection, child: int) -> tuple[str, Any]:
     """What process `child` sends; `("", None)` where it does not. It has ended afterwards."""
     try:
-        if pipe.poll(LIMIT_S):
+        if _answers(pipe, child):
             found: tuple[str, Any] = pipe.recv()
             has_ended(child, within_s=FLUSH_S)
             return found

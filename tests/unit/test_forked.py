@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain import torch_internals
+from colotrain import forked, torch_internals
 from colotrain.engine.build.sequence import find_sequence
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.errors import ConfigError, Problem
@@ -142,6 +143,7 @@ def test_results_and_errors_of_a_fork_are_those_of_the_function() -> None:
         lambda: os.kill(os.getpid(), signal.SIGKILL),
         lambda: sys.exit(0),
         lambda: 1 / 0,
+        lambda: threading.Event().wait(60),
         torch.cuda._lazy_init,
     ],
 )
@@ -149,6 +151,7 @@ def test_where_a_fork_has_no_answer_the_function_is_called_here(
     fails: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_internals, "cannot_use_cuda", lambda: True)
+    monkeypatch.setattr(forked, "IDLE_S", 2.0)
     own = os.getpid()
 
     def function() -> str:
