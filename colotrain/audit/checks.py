@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import add
 
 from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights, compared_steps
 from colotrain.audit.evidence import Evidence, RankEvidence, sketches
 from colotrain.audit.ratios import Sketch, norm
-from colotrain.audit.records import TENSOR_PARALLEL
-from colotrain.audit.scale_checks import local_norms, scale_checks
+from colotrain.audit.scale_checks import FEW_PERCENT, local_norms, scale_checks
 from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unknown, wrong
 
 SEED_ALIKE = ("accelerate", "transformers", "trl", "lightning", "pytorch_lightning")
 """Packages that seed all ranks alike: with them, equal dropout masks may be meant."""
-SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3", TENSOR_PARALLEL)
+SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
 
 
 ROUNDING, LARGEST_ROUNDING = 100, 1e-3
@@ -154,6 +153,8 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
             norms, site = different
             text = f"each rank clips by its own norm: {', '.join(f'{n:.4g}' for n in norms)}"
             return wrong(name, text, site, step=each.step.step)
+        if each.is_parallel and (other := other_norm(each)):
+            return wrong(name, *other, step=each.step.step)
     if not every:
         return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
     if several:
@@ -165,6 +166,25 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
             return unknown(name, f"{why}; that may be meant", *sites)
     limit = every[0][1]["limit"]
     return ok(name, f"by {every[0][1]['by']}, limit {limit:g}" if limit else "once per step")
+
+
+def other_norm(each: ComparedStep) -> tuple[str, Sequence[str]] | None:
+    """Return why a clip's norm is not that of the whole gradient, and its site; None if it is.
+
+    Several calls with one norm clip what that norm is of.
+    """
+    whole: dict[float, float] = {}
+    for place, clip in enumerate(each.step.clips):
+        for name in clip["norms"]:
+            for ranks in each.parts_of(name):
+                own = each.steps[ranks[0]].clips[place]["norms"]
+                whole[clip["norm"]] = whole.get(clip["norm"], 0.0) + own.get(name, math.nan) ** 2
+    for norm_given, square in whole.items():
+        if abs(norm_given - math.sqrt(square)) > FEW_PERCENT * math.sqrt(square):
+            text = f"by a norm of {norm_given:.4g}; that of the whole gradient is "
+            site = next(clip["site"] for clip in each.step.clips if clip["norm"] == norm_given)
+            return f"{text}{math.sqrt(square):.4g}", site
+    return None
 
 
 def scheduler(evidence: Evidence) -> Verdict:
@@ -202,10 +222,6 @@ def between_ranks(evidence: Evidence, compared: list[ComparedStep]) -> Iterator[
         yield from (unchecked(name, why) for name in ("weights", "data", "dropout"))
         return
     yield weights(evidence, compared)
-    if evidence.first.process.framework == TENSOR_PARALLEL:
-        why = f"{TENSOR_PARALLEL}: which ranks are to have the same data is not known"
-        yield from (unchecked(name, why) for name in ("data", "dropout"))
-        return
     yield data(compared)
     yield dropout(compared)
 
@@ -214,18 +230,24 @@ def weights(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
     name = "weights"
     if evidence.first.process.framework in SHARDED:
         return shards(evidence)
-    if averages_weights(compared):
+    if averages_weights(compared) and not compared[0].is_parallel:
         return unknown(name, AVERAGED)
     for each in compared:
-        first = each.details[0].weights
-        for rank, own in enumerate(each.details):
-            differ = [n for n in first if own.weights.get(n) != first[n]]
-            if differ:
-                text = (
-                    f"rank {rank} and rank 0 differ before step {each.step.step}: {named(differ)}"
-                )
-                return wrong(name, text, each.step.site, step=each.step.step)
-    return ok(name, f"equal on all ranks at {len(compared)} steps, bit for bit")
+        differ: dict[tuple[int, int], list[str]] = {}
+        for n in each.details[0].weights:
+            for first, *others in each.parts_of(n):
+                for rank in others:
+                    if each.details[rank].weights.get(n) != each.details[first].weights.get(n):
+                        differ.setdefault((rank, first), []).append(n)
+        if differ and not each.has_one_model:
+            return unchecked(name, "ranks have different models, as stages of a pipeline have")
+        for (rank, first), names in differ.items():
+            text = f"rank {rank} and rank {first} differ before step {each.step.step}: "
+            return wrong(name, text + named(names), each.step.site, step=each.step.step)
+    more = (
+        f"; ranks have different parts of {named([*parts])}" if (parts := compared[0].parts) else ""
+    )
+    return ok(name, f"equal on all ranks at {len(compared)} steps, bit for bit{more}")
 
 
 def shards(evidence: Evidence) -> Verdict:
@@ -247,8 +269,13 @@ def shards(evidence: Evidence) -> Verdict:
 
 def data(compared: list[ComparedStep]) -> Verdict:
     name, same, total = "data", 0, 0
+    if others := other_inputs(compared):
+        return others
+    if all(each.num_losses == 1 for each in compared):
+        return ok(name, "all ranks compute one loss, of equal inputs")
     for each in compared:
-        for inputs in zip(*(own.inputs for own in each.details), strict=False):
+        readers = [each.details[ranks[0]] for ranks in each.losses_of]
+        for inputs in zip(*(own.inputs for own in readers), strict=False):
             total += all(inputs)
             same += all(inputs) and len(set(inputs)) < len(inputs)
     if not total:
@@ -258,6 +285,26 @@ def data(compared: list[ComparedStep]) -> Verdict:
     if same:
         return unknown(name, f"ranks have equal inputs in {same} of {total} forwards")
     return ok(name, f"different in all {total} forwards compared")
+
+
+def other_inputs(compared: list[ComparedStep]) -> Verdict | None:
+    """Look for ranks that share parameters and have different inputs, or copies with equal ones."""
+    for each in compared:
+        for group in each.losses_of:
+            number, site = each.step.step, each.step.backward_at
+            if group == each.readers_apart:
+                text = f"ranks {listed(group)} share parameters by parts, and have different inputs"
+                return wrong("data", text, site, step=number)
+            for parts in each.parts.values():
+                copies = [[rank for rank in ranks if rank in group] for ranks in parts]
+                if len(copies[0]) > 1:
+                    text = f"ranks {listed(copies[0])} have copies of one part, and equal inputs"
+                    return wrong("data", text, site, step=number)
+    return None
+
+
+def listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def order(evidence: Evidence) -> list[Verdict]:
@@ -281,10 +328,13 @@ def dropout(compared: list[ComparedStep]) -> Verdict:
     name = "dropout"
     if not any(own.dropout for each in compared for own in each.details):
         return ok(name, "no dropout module is on")
+    if all(each.num_losses == 1 for each in compared):
+        return ok(name, "all ranks compute one loss")
     pairs = [
         states
         for each in compared
-        for states in zip(*(own.random for own in each.details), strict=False)
+        for states in zip(*(each.details[own[0]].random for own in each.losses_of), strict=False)
+        if len(states) > 1
     ]
     if not pairs:
         return unchecked(name, "no forward was looked into")

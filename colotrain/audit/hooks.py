@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as optimizers
 
+from colotrain.audit import model
 from colotrain.audit.observer import Observer
 from colotrain.audit.sites import here
 from colotrain.audit.window import OF_ONE, SUMMED, note_factor, target_counts
@@ -133,7 +134,8 @@ def _wrap_factor(name: str, inverse: bool) -> None:
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if type(result) is Tensor and result.requires_grad and result.dim() == 0 and len(args) == 1:
+        is_loss = type(result) is Tensor or model.is_dtensor(result)
+        if is_loss and result.requires_grad and result.dim() == 0 and len(args) == 1:
             seen = observer()
             if not seen.quiet:
                 loss, by = self, args[0]
@@ -162,7 +164,7 @@ def _wrap_sums() -> None:
             metadata: Any = result.grad_fn.metadata  # torch annotates it as a method
             if of.numel() == 1:
                 metadata[SUMMED] = OF_ONE
-            elif sums:
+            elif sums and not model.is_dtensor(of):
                 metadata[SUMMED] = int(of.detach().count_nonzero()), of.numel()
 
     wrap(Tensor, "sum", after=functools.partial(note, sums=True))
@@ -283,8 +285,12 @@ def _wrap_clipping() -> None:
                 seen.clipping(parameters)
             norm = original(*given.args, **given.kwargs)
             with seen.guarded():
-                by = "value" if limit == "clip_value" else "norm"
-                seen.clipped(by=by, norm=values.get("total_norm", norm), limit=values[limit])
+                by, power = (
+                    "value" if limit == "clip_value" else "norm",
+                    values.get("norm_type", 2.0),
+                )
+                norm_of_all = values.get("total_norm", norm)
+                seen.clipped(by=by, norm=norm_of_all, limit=values[limit], power=float(power))
             return norm
 
         return clip
@@ -391,7 +397,8 @@ def _wrap_cross_entropy() -> None:
     def after(_: Any, args: Any, kwargs: Any) -> None:
         seen = observer()
         if seen.is_looking and torch.is_grad_enabled():
-            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            target: Any = kwargs.get("target", args[1] if len(args) > 1 else None)
+            target = model.whole(target)
             counts = target_counts(target, kwargs.get("ignore_index", -100))
             seen.window.new_counts.append([kwargs.get("reduction", "mean"), *counts])
 

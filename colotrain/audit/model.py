@@ -252,7 +252,7 @@ def has_dropout(roots: list[nn.Module]) -> bool:
 
 
 def hash_of(values: object) -> str:
-    """Return a hash of all tensors in arguments of a forward; empty if there is none."""
+    """Return a hash of all tensors in arguments of a forward, but DTensors; empty if none."""
     digest, found = hashlib.blake2b(digest_size=8), False
     for tensor in tensors_in(values):
         found = True
@@ -267,7 +267,7 @@ def hash_of(values: object) -> str:
 
 def tensors_in(values: object, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
-        if values.layout == torch.strided and not values.is_meta:
+        if values.layout == torch.strided and not values.is_meta and not is_dtensor(values):
             yield values
     elif isinstance(values, dict) and depth < 4:
         for value in values.values():

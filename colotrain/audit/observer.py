@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from colotrain.audit import model
 from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark, Sharding
 from colotrain.audit.reference import Taps, packed, sketch
-from colotrain.audit.report import Report, rank, undivided
+from colotrain.audit.report import Report, rank, undivided, world_size
 from colotrain.audit.sites import Site, here
 from colotrain.audit.window import Origin, Window, number, origin_of, product
 from colotrain.events.event import EventKind
@@ -184,12 +184,13 @@ class Observer:
         if window.is_closed:
             return
         found = self.taps.detach()
+        window.why_not = window.why_not or self.taps.failure
         if self.is_looking:
             for name, leaf in self.optimizers.outside(self.roots).items() if found else ():
                 if name in found:
                     self.roots.bare[name] = weakref.ref(leaf)
             self.marks = sample(self._leaves()), self._sampled_gradients()
-        window.add_reference(found)
+        window.add_reference(found, ranks=len(self.peers()) or world_size())
         window.backwards += 1
         self.micro_batches += 1
         if window.in_backward:
@@ -216,13 +217,22 @@ class Observer:
     def clipping(self, parameters: Iterable[Tensor]) -> None:
         """Before a call that clips the gradients of `parameters`."""
         window = self.window
-        window.clipped_ids.update(map(id, parameters))
+        given = {id(p): p.grad is not None for p in parameters}
+        window.clipped_ids.update(given)
         if self.is_looking and window.backwards not in (0, window.clipped_after):
             window.by_hand |= not are_same(self.marks[1], self._sampled_gradients())
             window.before_clip, window.clip_rows = gradients(self.roots)
             window.clipped_after = window.backwards
+        window.norms = self.norms_of({key for key, has_gradient in given.items() if has_gradient})
 
-    def clipped(self, *, by: str, norm: Any, limit: Any) -> None:
+    def norms_of(self, ids: Collection[int]) -> dict[str, float]:
+        """Return the norms of the whole gradients of some parameters; empty if one is not known."""
+        rows = (self.window.clip_rows if self.is_looking else None) or {}
+        found = {n: rows[n]["norm"] for n in self.names_of(ids) if n in rows}
+        is_known = len(found) == len(ids) and None not in found.values()
+        return found if is_known else {}
+
+    def clipped(self, *, by: str, norm: Any, limit: Any, power: float = 2.0) -> None:
         clip = Clip(
             by=by,
             norm=number(norm) if self.is_looking else None,
@@ -230,6 +240,7 @@ class Observer:
             site=here().plain(),
             after=self.window.backwards,
             scaled=self.window.scale and not self.window.unscaled,
+            norms=self.window.norms if by == "norm" and power == 2.0 else {},
         )
         self.window.clips.append(clip.fields())
 
@@ -379,6 +390,7 @@ class Observer:
             if why
             else texts({n: v / window.micro_batches for n, v in window.base.items()}, apart),
             last=None if why else texts(window.last, apart),
+            again=None if why else texts(window.again, apart),
             why_not=why,
             reached=len(window.reached),
             by_hand=window.by_hand,
@@ -389,6 +401,7 @@ class Observer:
             ],
             counts=window.counts,
             inputs=window.inputs,
+            peers=self.peers(),
             random=window.random,
             dropout=model.has_dropout(self.roots.all()),
             moving=window.modes.moving(self.roots.training()),
@@ -401,6 +414,14 @@ class Observer:
                 (torch.finfo(p.dtype).eps for p in self.roots.parameters().values()), default=0.0
             ),
         )
+
+    def peers(self) -> list[int]:
+        """Return the ranks that are to have this one's samples, as its matrices tell.
+
+        Ranks that share parameters of more than two axes have experts, and samples of their own.
+        """
+        found = [ranks for ranks, most_axes in self.taps.peers.items() if ranks and most_axes <= 2]
+        return sorted(found[0]) if len(found) == 1 else []
 
     def names_of(self, ids: Container[int]) -> list[str]:
         return [n for n, parameter in self.roots.parameters().items() if id(parameter) in ids]

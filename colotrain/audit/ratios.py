@@ -34,6 +34,11 @@ def norm(values: Mapping[str, Sketch]) -> float:
     return math.sqrt(sum(v * v for each in values.values() for v in each))
 
 
+def differs(one: Sketch, other: Sketch) -> float:
+    """Return the norm of the difference, relative to that of the other."""
+    return math.dist(one, other) / (math.hypot(*other) or 1.0)
+
+
 def ratio(found: Mapping[str, Sketch], wanted: Mapping[str, Sketch]) -> tuple[float, float]:
     """Return the factor by which `found` is `wanted`, by least squares, and what is left.
 

@@ -115,6 +115,9 @@ class Clip(EventKind):
     """Backwards before the call."""
     scaled: bool
     """Whether gradients were still multiplied by the GradScaler's scale."""
+    norms: dict[str, float]
+    """Parameter → norm of its whole gradient before the call; empty where it is not known of all,
+    and where the call's is another norm than the square root of the sum of squares."""
 
 
 @event_kind("details")
@@ -131,6 +134,9 @@ class Details(EventKind):
     """Mean over the micro-batches of the losses' gradients before any factor was applied."""
     last: dict[str, str] | None = None
     """The last micro-batch's term of the sum `declared`."""
+    again: dict[str, str] | None = None
+    """What `declared` is if ranks sum the gradients so far after each backward: each earlier term
+    counts as many times more as there are ranks."""
     why_not: str
     """Why there is no reference; empty if there is one."""
     factors: list[Any]
@@ -143,6 +149,9 @@ class Details(EventKind):
     """
     inputs: list[str]
     """Hash of the model's inputs, per forward."""
+    peers: list[int]
+    """Ranks that share matrices which are sharded while they are used, this one among them: they
+    are to have the same samples."""
     random: list[str]
     """Hash of the generators' states, per forward."""
     dropout: bool

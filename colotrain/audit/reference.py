@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.audit import model
+from colotrain.audit import model, parts
 from colotrain.audit.records import TENSOR_PARALLEL
 
 GATHERED = ("FullyShardedDataParallel", "fully_shard", TENSOR_PARALLEL)
@@ -35,6 +35,11 @@ class Taps:
         """Names of shards by their ids."""
         self.whole: dict[int, list[Tensor]] = {}
         """Id of a shard → whole parameters that forwards used in its place."""
+        self.peers = dict[frozenset[int], int]()
+        """Ranks that share parameters which are sharded while they are used, this one among them,
+        → most axes of such a parameter."""
+        self.failure = ""
+        """Why a gradient could not be recorded."""
         self._handles: list[Any] = []
         self._sums: dict[str, Tensor] = {}
 
@@ -84,24 +89,27 @@ class Taps:
             used = {names[shard]: tensors for shard, tensors in self.whole.items()}
             if any(name.endswith("_flat_param") for name in names.values()):
                 return f"{kind} without use_orig_params hides the parameters while it trains"
-            if not used:
+            if not used and kind != TENSOR_PARALLEL:
                 return f"{kind}: no forward was seen in which its parameters were whole"
-            if any(model.is_dtensor(tensor) for tensors in used.values() for tensor in tensors):
-                return f"{kind}: some parameters are sharded while they are used, too"
             plain: dict[str, list[Tensor]] = {
                 n: [p] for n, p in own.items() if id(p) not in self.names and n not in used
             }
             found = {**plain, **{n: [t for t in ts if t.requires_grad] for n, ts in used.items()}}
         for name, tensors in {**others, **found}.items():
             for tensor in tensors:
+                ranks = frozenset[int]() if name in others else parts.peers(tensor)
+                self.peers[ranks] = max(tensor.dim(), self.peers.get(ranks, 0))
                 self._handles.append(tensor.register_hook(self._adding(name)))
         return ""
 
     def _adding(self, name: str) -> Any:
         def add(gradient: Tensor) -> None:
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            self._sums[name] = self._sums.get(name, 0) + sketch(gradient)
+            try:
+                whole = gradient.to_dense() if gradient.is_sparse else gradient
+                own = sketch(parts.in_its_place(whole))
+                self._sums[name] = self._sums.get(name, 0) + own
+            except Exception as error:  # the script's backward goes on
+                self.failure = self.failure or f"{name}: {type(error).__name__}: {error}"
 
         return add
 

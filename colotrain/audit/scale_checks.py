@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights
 from colotrain.audit.evidence import Evidence, sketches
-from colotrain.audit.ratios import CLOSE, Sketch, near, norm, ratio
+from colotrain.audit.ratios import CLOSE, Sketch, differs, mean, near, norm, ratio
 from colotrain.audit.records import Details
 from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import Verdict, named, ok, unchecked, unknown, wrong
@@ -18,6 +18,11 @@ NAMED_SO = re.compile(r"accum|micro|grad_acc", re.IGNORECASE)
 NAMED_SO_IN_LIBRARIES = re.compile(r"accum|micro|grad_acc|\bnormalize\b", re.IGNORECASE)
 """In libraries, that also divide by the number of all tokens of a step."""
 
+SUMMED_AGAIN = "after each backward ranks sum again what they have of earlier micro-batches"
+OWN_GRADIENT = "each rank steps with its own gradient"
+FEW_PERCENT, NEGLIGIBLE = 0.02, 1e-4
+"""Relative difference of one parameter's gradient that no rounding explains, and the share of the
+whole gradient's norm below which it may."""
 SUMS, OWN = ("sum", "summed"), ("none", "summed", "own")
 """Kinds of losses in `Details.counts`: those that are sums, and those the script sums itself."""
 
@@ -71,14 +76,16 @@ def _worst(found: Sequence[Verdict]) -> Verdict:
 
 def gradient(each: ComparedStep) -> Verdict:
     """Compare the gradient with the mean of what was backpropagated."""
-    name, number, world = "gradient", each.step.step, len(each.details)
+    name, number, world = "gradient", each.step.step, each.num_losses
     if any(clip.get("scaled") for clip in each.step.clips):
         return unchecked(name, "it was clipped while a GradScaler's scale was on it (see clipping)")
     if any(0 < clip.get("after", 0) < each.step.backwards for clip in each.step.clips):
         return unchecked(name, "it was clipped between its micro-batches (see clipping)")
     if local_norms(each) is not None:
         return unchecked(name, "each rank clipped by a norm of its own (see clipping)")
-    found, wanted = each.gradient(), each.reference("declared")
+    if each.readers_apart:
+        return unchecked(name, "ranks that share parameters have different inputs (see data)")
+    found, wanted = each.gradients(), each.reference("declared")
     lost = [n for n in wanted if n not in found and norm({n: wanted[n]})]
     site = each.step.site
     if not found or not norm(found):
@@ -93,6 +100,8 @@ def gradient(each: ComparedStep) -> Verdict:
     factor, left = ratio(found, wanted)
     if math.isnan(factor):
         return unchecked(name, "what backward computed is not finite", site)
+    if each.is_parallel and (text := otherwise(each, found, wanted)):
+        return wrong(name, text, site, step=number)
     if left <= CLOSE and not lost:
         if near(factor, 1.0):
             return ok(name, f"{factor:.4f} of the reference, {len(wanted)} parameters")
@@ -116,7 +125,7 @@ def gradient(each: ComparedStep) -> Verdict:
 def is_gone(each: ComparedStep) -> bool:
     """Whether nothing is left of what backward computed."""
     computed = norm(each.reference("declared"))
-    return math.isfinite(computed) and computed > 0 and not norm(each.gradient())
+    return math.isfinite(computed) and computed > 0 and not norm(each.gradients())
 
 
 def local_norms(each: ComparedStep) -> tuple[list[float], list[str]] | None:
@@ -128,6 +137,8 @@ def local_norms(each: ComparedStep) -> tuple[list[float], list[str]] | None:
     norms = [clip["norm"] for clip in clips if isinstance(clip["norm"], float)]
     if len(norms) < 2 or max(norms) - min(norms) <= CLOSE * max(norms):
         return None
+    if each.is_parallel:
+        return norms, clips[0]["site"]
     first, second = (sketches(own.gradient) for own in each.details[:2])
     factor, left = ratio(first, second)
     return (norms, clips[0]["site"]) if left <= CLOSE and near(factor, 1.0) else None
@@ -146,11 +157,15 @@ def explained(
             text = f"each rank steps with its own gradient ({own[0]:.2f} of it), not with the mean"
             return wrong(name, text, site, step=number)
         if alone := own_alone(each):
-            text = f"each rank steps with its own gradient of {named(alone)}, not with the mean"
+            text = f"{OWN_GRADIENT} of {named(alone)}, not with the mean"
             return wrong(name, text, each.made_at, site, step=number)
         if ratio(each.gradient(1), found)[1] > CLOSE:
             text = "ranks step with different gradients: not all of them are exchanged"
             return wrong(name, text, site, step=number)
+    if each.num > 1 and len(each.details) > 1:
+        factor_again, left_again = ratio(found, each.reference("again"))
+        if left_again <= CLOSE and near(factor_again, len(each.details)):
+            return wrong(name, SUMMED_AGAIN, each.step.backward_at, site, step=number)
     if each.num > 1:
         last = ratio(found, each.reference("last"))
         if last[1] <= CLOSE:
@@ -169,21 +184,51 @@ def explained(
 def own_alone(each: ComparedStep) -> list[str]:
     """Return parameters whose gradients are each rank's own, while others are the ranks' mean."""
     wanted = each.reference("declared")
-    pairs = [(each.gradient(r), sketches(own.declared)) for r, own in enumerate(each.details)]
+    owns = [(each.gradient(r), sketches(own.declared)) for r, own in enumerate(each.details)]
+
+    def is_own(name: str, rank: int, ranks: list[int]) -> bool:
+        (found, own), of_all = owns[rank], wanted.get(each.key(name, ranks))
+        if of_all is None or name not in found:
+            return False
+        return differs(found[name], of_all) > CLOSE >= differs(found[name], own[name])
+
     return [
         name
-        for name, mean_of_all in wanted.items()
-        if all(
-            name in found
-            and differs(found[name], mean_of_all) > CLOSE >= differs(found[name], own[name])
-            for found, own in pairs
-        )
+        for name in owns[0][1]
+        if all(len(ranks) > 1 for ranks in each.parts_of(name))
+        and all(is_own(name, rank, ranks) for ranks in each.parts_of(name) for rank in ranks)
     ]
 
 
-def differs(one: Sketch, other: Sketch) -> float:
-    """Return the norm of the difference, relative to that of the other."""
-    return math.dist(one, other) / (math.hypot(*other) or 1.0)
+def otherwise(each: ComparedStep, found: dict[str, Sketch], wanted: dict[str, Sketch]) -> str:
+    """Return what is wrong with some parameters alone, where ranks share a model by parts."""
+    least = NEGLIGIBLE * norm(wanted)
+    apart = {
+        name: value
+        for name, value in wanted.items()
+        if name in found
+        and norm({name: value}) > least
+        and differs(found[name], value) > FEW_PERCENT
+    }
+    if not apart or len(apart) == len(wanted):
+        return ""
+    if alone := own_alone(each):
+        whose = "the mean" if each.num_losses > 1 else "the sum over ranks that compute one loss"
+        return f"{OWN_GRADIENT} of {named(alone)}, not with {whose}"
+    again = each.reference("again")
+    if all(differs(found[n], again[n]) <= FEW_PERCENT for n in apart):
+        return f"{SUMMED_AGAIN} of {named([*apart])}"
+    factor, left = ratio(found, apart)
+    if left <= FEW_PERCENT:
+        text = f"{factor:.2f} of the reference, in {named([*apart])} alone"
+        if near(factor, round(factor)):
+            return f"{text}: counted {factor:.0f} times"
+        return f"{text}: averaged over ranks that have summands of it" if factor < 1 else text
+    over_all = mean([sketches(own.declared) for own in each.details])
+    averaged = [n for n in apart if n in each.parts and differs(found[n], over_all[n]) <= CLOSE]
+    if averaged:
+        return f"ranks have different parts of {named(averaged)}, and average their gradients"
+    return ""
 
 
 def applied(own: Details) -> list[tuple[float, Site]]:
@@ -207,11 +252,11 @@ def uniform(each: ComparedStep) -> bool:
 
 def by_count(each: ComparedStep, *kinds: str) -> float | None:
     """Return the factor by which sums over targets become their mean over all ranks, if sums."""
-    counts = [count for own in each.details for count in own.counts]
+    counts = [count for ranks in each.losses_of for count in each.details[ranks[0]].counts]
     if not counts or any(count is None or count[0] not in (kinds or SUMS) for count in counts):
         return None
     total = sum(count[1] for count in counts)
-    return len(each.details) / total if total else None
+    return each.num_losses / total if total else None
 
 
 def share_of_mean(each: ComparedStep, summed_over: float) -> float | None:
@@ -233,10 +278,10 @@ def is_mean_of_targets(each: ComparedStep, summed_over: float) -> bool:
 
 def normalised(each: ComparedStep) -> Verdict | None:
     """Judge losses that are sums over targets; None where something else has to tell."""
-    name, world, factors = "accumulation", len(each.details), applied(each.details[0])
+    name, world, factors = "accumulation", each.num_losses, applied(each.details[0])
     if (wanted := by_count(each)) is None:
         return None
-    summed_over, left = ratio(each.gradient(), each.reference("declared"))
+    summed_over, left = ratio(each.gradients(), each.reference("declared"))
     is_sum = world > 1 and left <= CLOSE and near(summed_over, world)
     share = share_of_mean(each, summed_over if is_sum else 1.0)
     if share is not None and near(share, 1.0):
@@ -264,7 +309,7 @@ def accumulation(each: ComparedStep) -> Verdict:
         return unknown(name, why, *(site for _, site in factors))
     if not uniform(each):
         return unknown(name, "micro-batches are multiplied by different numbers")
-    factor, left = ratio(each.gradient(), each.reference("base"))
+    factor, left = ratio(each.gradients(), each.reference("base"))
     if not left <= CLOSE or not near(factor, whole * num):
         factor = whole * num  # the check of the gradient tells what else happened to it
     return judged(each, factor / each.losses, factors)
@@ -272,7 +317,7 @@ def accumulation(each: ComparedStep) -> Verdict:
 
 def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]]) -> Verdict:
     """Judge a gradient that is `factor` of the mean of the micro-batches' undivided losses."""
-    num, number, world = each.num // each.losses, each.step.step, len(each.details)
+    num, number, world = each.num // each.losses, each.step.step, each.num_losses
     name, sites = "accumulation", [site for _, site in factors]
     by_num = [site for value, site in factors if num > 1 and near(value, 1 / num)]
     shown = f"{factor:.2f} of the mean of {num} micro-batch{'es' * (num > 1)}"
@@ -324,8 +369,9 @@ def targets(each: ComparedStep) -> Verdict:
     if not counts or any(count is None for count in counts):
         why = "how many targets a micro-batch has is known of one torch cross_entropy alone"
         return unknown(name, why)
-    mean = normalised(each)
-    is_summed = by_count(each, "sum") is not None or (mean is not None and mean.outcome == "ok")
+    judgement = normalised(each)
+    is_mean = judgement is not None and judgement.outcome == "ok"
+    is_summed = is_mean or by_count(each, "sum") is not None
     if not is_summed and any(count[0] in OWN for count in counts):
         return unknown(name, "the script takes the mean over its targets itself")
     numbers = [count[1] for count in counts]

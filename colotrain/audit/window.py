@@ -93,6 +93,7 @@ class Window:
     declared: dict[str, Tensor] = field(default_factory=dict)
     base: dict[str, Tensor] = field(default_factory=dict)
     last: dict[str, Tensor] = field(default_factory=dict)
+    again: dict[str, Tensor] = field(default_factory=dict)
     reached: set[frozenset[str]] = field(default_factory=set)
     """Names of the parameters that each backward computed gradients of."""
     product: tuple[float, float] = (1.0, 1.0)
@@ -101,6 +102,8 @@ class Window:
     before_clip: dict[str, Tensor] | None = None
     clip_rows: dict[str, dict[str, Any]] | None = None
     """Table rows of the gradients in `before_clip`."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """Norms of the gradients that the call under way clips, as in `Clip`."""
     engine_clip: float = 1.0
     clipped_after: int = -1
     """Number of backwards before the clip that `before_clip` belongs to; -1: no clip."""
@@ -146,13 +149,14 @@ class Window:
             random=self.random,
         )
 
-    def add_reference(self, gradients: dict[str, Tensor]) -> None:
+    def add_reference(self, gradients: dict[str, Tensor], *, ranks: int) -> None:
         """Add the sketches of a micro-batch's gradients, as its backward computed them."""
         self.reached.add(frozenset(gradients))
         factor, scale = self.product
         self.last = {name: value / scale for name, value in gradients.items()}
         for name, value in self.last.items():
             self.declared[name] = self.declared.get(name, 0) + value
+            self.again[name] = self.again.get(name, 0) * ranks + value
             self.base[name] = self.base.get(name, 0) + value / factor
 
 

@@ -91,7 +91,6 @@ NOT_CHECKED = {
     "left_out",
     "master_weights",
     "second_order",
-    "tensor_parallel",
     "two_optimizers",
     "updated_by_hand",
     "without_autograd",

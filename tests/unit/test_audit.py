@@ -185,6 +185,8 @@ def test_equal_dropout_masks_may_be_meant_where_a_library_seeds_ranks_alike(
     rank = SimpleNamespace(dropout=True, random=["a", "b"])
     step = SimpleNamespace(backward_at=["train.py:7", library])
     other = SimpleNamespace(dropout=True, random=["c", "d"])
-    alike = SimpleNamespace(step=step, details=[rank, rank])
+    ranks = {"num_losses": 2, "losses_of": [[0], [1]]}
+    alike = SimpleNamespace(step=step, details=[rank, rank], **ranks)
+    different = SimpleNamespace(step=step, details=[rank, other], **ranks)
     assert dropout(cast(Any, [alike])).outcome == outcome
-    assert dropout(cast(Any, [SimpleNamespace(step=step, details=[rank, other])])).outcome == "ok"
+    assert dropout(cast(Any, [different])).outcome == "ok"
