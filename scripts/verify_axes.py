@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -32,15 +30,7 @@ from colotrain.runs.resolving import resolve_config  # noqa: E402
 from colotrain.spec.plan import RunPlan  # noqa: E402
 from colotrain.spec.plugins import ROWS  # noqa: E402
 from colotrain.verify.cases import Case  # noqa: E402
-from colotrain.verify.compare import CaseResult, Tolerance, compare  # noqa: E402
-from colotrain.verify.reference import (  # noqa: E402  # noqa: E402
-    Tensors,
-    Trajectory,
-    build_plain,
-    learning_rate_factor,
-    names_without_decay,
-    optimizer_of,
-)
+from colotrain.verify.compare import CaseResult  # noqa: E402
 from colotrain.verify.runner import verify  # noqa: E402
 from tests.families import GROUPED, Family  # noqa: E402
 from tests.running import SMALL  # noqa: E402
@@ -119,55 +109,8 @@ def run(model: str, optimizer: str, arguments: argparse.Namespace) -> list[CaseR
         # each case makes process groups, whose threads end with the processes alone
         for number, (_, group) in enumerate(itertools.groupby(plans, key=lambda plan: plan.mesh)):
             folder = Path(name, f"cases-{number}")
-            found += verify(list(group), folder, progress=show, compare=compare_twice)
+            found += verify(list(group), folder, progress=show)
         return found
-
-
-def compare_twice(
-    plan: RunPlan, reference: Trajectory, found: Trajectory, tolerance: Tolerance | None
-) -> CaseResult:
-    """Compare again where a parameter differs: with what the case's own gradients lead to.
-
-    Losses, gradients and frozen bytes are compared with the reference's both times.
-    """
-    result = compare(plan, reference, found, tolerance)
-    if not (result.difference or "").startswith("parameter"):
-        return result
-    parameters = replay(plan, reference.parameters[0], found.gradients)
-    own = replace(reference, parameters=parameters, rounding={})
-    again = compare(plan, own, found, tolerance)
-    if again.passed:
-        own_gradients = f"by its own gradients {again.max_abs_parameter:.1e}"
-        print(f"\r{plan.name}: {result.difference}, {own_gradients}", file=sys.stderr)
-    return replace(again, max_abs_parameter=result.max_abs_parameter)
-
-
-def replay(plan: RunPlan, start: Tensors, gradients: Sequence[Tensors]) -> list[Tensors]:
-    """Parameters, before the first step and after each, that a case's own gradients lead to.
-
-    Clipping and optimizer are the reference's, in float64. `plan` must not unfreeze parameters.
-    AdamW divides a gradient by its own size plus `eps`: where a gradient is as small as that, its
-    rounding, far within the limit of gradients, is magnified into a part of a whole step.
-    """
-    undecayed = names_without_decay(build_plain(plan.model, seed=plan.train.seed))
-    values = {name: nn.Parameter(value.double()) for name, value in start.items()}
-    optimizers = {
-        name: optimizer_of(name, values[name], plan.optim, undecayed) for name in gradients[0]
-    }
-    rates = {name: made.param_groups[0]["lr"] for name, made in optimizers.items()}
-    parameters = [start]
-    for step, found in enumerate(gradients):
-        for name, value in values.items():
-            value.grad = found[name].double() if name in found else None
-        if plan.train.grad_clip is not None:
-            nn.utils.clip_grad_norm_(values.values(), plan.train.grad_clip)
-        for name, made in optimizers.items():
-            made.param_groups[0]["lr"] = rates[name] * learning_rate_factor(plan, step)
-            made.step()
-        parameters.append(
-            {n: value.detach().to(start[n].dtype, copy=True) for n, value in values.items()}
-        )
-    return parameters
 
 
 def show(what: str, done: int, total: int) -> None:

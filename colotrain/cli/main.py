@@ -155,6 +155,9 @@ def verify(
     ] = "auto",
     optimizer: Annotated[str, typer.Option(help="sgd, or recipe: the plan's own.")] = "sgd",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Stop each case in the middle, and resume it.")
+    ] = False,
     tolerance: Annotated[
         float | None,
         typer.Option(help="Largest difference, relative to the largest value; 1e-6 in fp32."),
@@ -173,6 +176,7 @@ def verify(
         freeze=freeze,
         optimizer=optimizer,
         steps=steps,
+        resume=resume,
         tolerance=tolerance,
         as_json=as_json,
     )

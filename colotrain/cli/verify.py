@@ -51,13 +51,15 @@ def verify(
     freeze: str,
     optimizer: str,
     steps: int,
+    resume: bool,
     tolerance: float | None,
     as_json: bool,
 ) -> int:
     """Compare plugins with one process of plain torch; return 0 if all agree, 4 otherwise.
 
     `axes` has the values of each axis of the mesh, such as 1,2 for cp; "" for the plan's own.
-    `freeze` is none where nothing but the plan's own patterns is to be frozen.
+    `freeze` is none where nothing but the plan's own patterns is to be frozen. With `resume` each
+    case stops in the middle, and goes on from its checkpoint.
     """
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
@@ -70,6 +72,9 @@ def verify(
     cuts = _numbers("--accumulation", accumulation)
     fix = "recipe is the plan's own optimizer, whatever it is"
     _check_choice("--optimizer", optimizer, OPTIMIZERS, fix)
+    if resume and steps == 1:
+        fix = "leave one of both out"
+        raise ConfigError([Problem(key="--steps", value=1, expected="2 with --resume", fix=fix)])
     _check_choice("--freeze", freeze, FREEZES, "none freezes nothing but what the plan freezes")
     warm_up()
     resolved = resolve_config(overrides)
@@ -86,6 +91,7 @@ def verify(
         freezes=freeze == "auto",
         optimizer=optimizer,
         steps=steps,
+        resumes=resume,
     )
     limits = None
     if tolerance is not None:
@@ -157,6 +163,7 @@ def _plans(
     freezes: bool,
     optimizer: str,
     steps: int,
+    resumes: bool,
 ) -> list[RunPlan]:
     from colotrain.verify.cases import all_cases, batch_size, freeze_sets
 
@@ -181,7 +188,9 @@ def _plans(
     global_batch = batch_size(world_sizes, accumulation) * of_micro_batch
     config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
     return [
-        resolved.resolve(case.apply(config, global_batch=global_batch, steps=steps))
+        resolved.resolve(
+            case.apply(config, global_batch=global_batch, steps=steps, resumes=resumes)
+        )
         for case in found
     ]
 

@@ -37,8 +37,13 @@ class Case:
         """Groups of ranks that work on the same samples; 0 if the axes do not divide the ranks."""
         return MeshPlan(pp=self.pp, cp=self.cp, tp=self.tp).readers(self.world_size)
 
-    def apply(self, config: dict[str, Any], *, global_batch: int, steps: int) -> dict[str, Any]:
-        """The user's configuration changed to this case, without checkpoints and restarts."""
+    def apply(
+        self, config: dict[str, Any], *, global_batch: int, steps: int, resumes: bool = False
+    ) -> dict[str, Any]:
+        """The user's configuration changed to this case, without restarts.
+
+        It has checkpoints where it is to stop in the middle and to go on.
+        """
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
@@ -76,7 +81,7 @@ class Case:
                 "procs_per_node": self.world_size,
                 "nodes": 1,
             },
-            "checkpoint": {"every": 0},
+            "checkpoint": {"every": steps if resumes else 0},
             "elastic": {"max_restarts": 0},
         }
         if self.freeze is not None:

@@ -108,6 +108,19 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
     return replace(exact, rounding=rounding, computed_in=plain.computed_in, no_mean=plain.no_mean)
 
 
+def along(plan: RunPlan, reference: Trajectory, found: Trajectory) -> Trajectory:
+    """The reference step by step: from a case's own parameters, with its own gradients.
+
+    AdamW divides a gradient by its size: where one is as small as rounding, far within the limit of
+    gradients, rounding becomes a part of a whole step, and the next gradient is that of other
+    parameters. So each step's loss and gradients are those of the case's parameters, and each
+    update is that of its gradients; the optimizer's state is the reference's own.
+    """
+    rounding = {"gradients": reference.rounding.get("gradients", [])}
+    alone = _train(plan, steps=len(found.losses), dtype=torch.float64, given=found)
+    return replace(alone, rounding=rounding, computed_in=reference.computed_in)
+
+
 def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
     return {name: distance(wanted[name], found[name]) for name in wanted.keys() & found.keys()}
 
@@ -129,7 +142,10 @@ def max_abs(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:
+def _train(
+    plan: RunPlan, *, steps: int, dtype: torch.dtype | None, given: Trajectory | None = None
+) -> Trajectory:
+    """Train the model in its own dtypes, or in `dtype`; `given` is what `along` follows."""
     model = build_plain(plan.model, seed=plan.train.seed)
     attach_(model, plan.model)
     frozen = _freeze(model, plan.freeze, step=0)
@@ -172,12 +188,19 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
             loss.backward()
         losses.append(loss.item())
         gradients.append(_gradients(model, own))
+        if given is not None:
+            for name, parameter in module_tree.named_parameters(model):
+                mine = given.gradients[step].get(name)
+                parameter.grad = None if mine is None else mine.to(parameter.dtype)
         if (most := plan.train.grad_clip) is not None:
             torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), most)
         for optimizer, lr in optimizers.values():
             optimizer.param_groups[0]["lr"] = lr * learning_rate_factor(plan, step)
             optimizer.step()
         parameters.append(_values(model, own))
+        if given is not None:
+            for name, parameter in module_tree.named_parameters(model):
+                parameter.data.copy_(given.parameters[step + 1][name])
     return Trajectory(
         losses=losses,
         gradients=gradients,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.participants import OnGradients
 from colotrain.engine.step.train import train
 from colotrain.engine.worker import prepare
+from colotrain.errors import ColotrainError
 from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
@@ -55,31 +57,47 @@ def main(path: str, digest: str, *case_digests: str) -> int:
 def train_case(plan: RunPlan, case: RunDir, device: torch.device, stop: StopRequest) -> str:
     """Train one case, and write everything that is compared with the reference.
 
-    Where fp16's loss scale makes the run skip steps, which the reference never does, the case is
-    trained again with the lower scale that resulted.
+    A case with checkpoints stops in the middle, and goes on from the one that it saves then. Where
+    fp16's loss scale makes the run skip steps, which the reference never does, the case is trained
+    again with the lower scale that resulted.
     """
-    rank = dist.get_rank()
-    if rank == 0:
-        case.create()
-    dist.barrier()
-    scale: float | None = None
-    for attempt in itertools.count():
-        events = EventWriter(case.event_file(rank=rank, attempt=attempt), inside=case.path)
-        run = prepare(plan, case, device=device, events=events, stop=stop)
-        began_with = run.loss_scale.scale = scale or run.loss_scale.scale
-        run.train_data = masked_loader(run.train_data, plan)
-        recorder = Recorder()
-        run.plan = replace(plan, train=replace(plan.train, on_gradients=None))
-        with without_dropout(run.sharded.module):
-            outcome = train(run, partial(OnGradients, function=recorder.record))
+    rank, attempts, scale = dist.get_rank(), itertools.count(), None
+    while True:
+        if rank == 0:
+            shutil.rmtree(case.checkpoints, ignore_errors=True)
+            case.create()
+        dist.barrier()
+        recorder, numbers = Recorder(), list[int]()
+
+        def stop_in_middle(recorder: Recorder = recorder) -> str | None:
+            is_there = len(recorder.gradients) >= plan.train.max_steps // 2
+            return stop() or ("the middle" if is_there else None)
+
+        for stops in (stop_in_middle, stop) if plan.checkpoint.enabled else (stop,):
+            numbers.append(next(attempts))
+            events = EventWriter(case.event_file(rank=rank, attempt=numbers[-1]), inside=case.path)
+            run = prepare(plan, case, device=device, events=events, stop=stops)
+            if len(numbers) == 1:
+                began_with = run.loss_scale.scale = scale or run.loss_scale.scale
+            elif run.step == 0:
+                raise ColotrainError("the case did not go on from its checkpoint", "report this")
+            outcome = train_part(run, plan, recorder)
         scale = run.loss_scale.scale
         if scale >= began_with or outcome == "stopped":
             break
     recorder.parameters.append(_whole(run.sharded.module))
     if rank == 0:
-        write(case, recorder, run, attempt)
+        write(case, recorder, run, numbers)
     dist.barrier()
     return outcome
+
+
+def train_part(run: Run, plan: RunPlan, recorder: Recorder) -> str:
+    """Train with the reference's masks and without dropout, and record every step."""
+    run.train_data = masked_loader(run.train_data, plan)
+    run.plan = replace(plan, train=replace(plan.train, on_gradients=None))
+    with without_dropout(run.sharded.module):
+        return train(run, partial(OnGradients, function=recorder.record))
 
 
 def masked_loader(loader: BatchLoader, plan: RunPlan) -> BatchLoader:
@@ -160,14 +178,14 @@ def _join(pieces: dict[Index, Tensor]) -> Tensor:
     return whole
 
 
-def write(case: RunDir, recorder: Recorder, run: Run, attempt: int) -> None:
+def write(case: RunDir, recorder: Recorder, run: Run, attempts: list[int]) -> None:
     tensors: dict[str, Tensor] = {}
     for step, values in enumerate(recorder.gradients):
         tensors |= {f"gradient.{step}.{n}": t.contiguous() for n, t in values.items()}
     for step, values in enumerate(recorder.parameters):
         tensors |= {f"parameter.{step}.{n}": t.contiguous() for n, t in values.items()}
     save_file(tensors, case.trajectory_file)
-    found = [e for e in EventReader(case, ranks={0}).drain() if e.attempt == attempt]
+    found = [e for e in EventReader(case, ranks={0}).drain() if e.attempt in attempts]
     steps = [Step.of(event) for event in found if event.kind == Step.KIND]
     facts = {
         "losses": [step.loss for step in steps if step.loss is not None],

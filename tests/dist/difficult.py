@@ -516,6 +516,25 @@ class Penalty(Stack):
         return loss + 0.01 * sum(p.square().sum() for p in self.layers.parameters())
 
 
+class InputGradient(Stack):
+    """A penalty on the gradient of the input, which forward takes through its layers."""
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            logits = self.head(self.features(x))
+            (slope,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+        return F.cross_entropy(logits, target) + 0.1 * slope.square().mean()
+
+
+class Tangent(Stack):
+    """A derivative of the layers along a direction, by `torch.func`."""
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Any:
+        features, slope = torch.func.jvp(self.features, (x,), (torch.ones_like(x),))
+        return F.cross_entropy(self.head(features), target) + 0.1 * slope.square().mean()
+
+
 class Rotation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -577,6 +596,8 @@ MODELS = {
         HalfBlocks,
         InPlace,
         Penalty,
+        InputGradient,
+        Tangent,
         Complex,
     )
 }

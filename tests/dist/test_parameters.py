@@ -139,19 +139,23 @@ class Penalty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.is_on = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         y = x
         for block in self.blocks:
             y = block(y).tanh()
+        if not self.is_on:
+            return y.square().sum()
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return self.blocks[0](y).sum() + slope.square().mean()
+        return y.square().sum() + slope.square().mean()
 
 
 def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
     for shared in (False, True):
-        model = Penalty()
+        torch.manual_seed(0)
+        model, plain = Penalty(), Penalty()
         groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
         sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups)  # type: ignore[arg-type]
         shared_params = share_parameters(sharded) if shared else None
@@ -159,6 +163,15 @@ def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
         materialise_(sharded, device="cpu", seed=0, allocate=allocate)
         with pytest.raises(ColotrainError, match=r"forward calls backward or autograd\.grad"):
             sharded.module(torch.ones(2, 6))
+        # whoever tries a model may go on after it, and then it has to train
+        model.is_on = plain.is_on = False
+        whole = {name: shards.full_tensor() for name, shards in model.named_parameters()}
+        plain.load_state_dict(whole)
+        sharded.module(torch.ones(2, 6)).backward()
+        plain(torch.ones(2, 6)).backward()
+        for name, parameter in plain.named_parameters():
+            found = model.get_parameter(name).grad
+            torch.testing.assert_close(found.full_tensor(), 2 * parameter.grad)  # sum of two ranks
 
 
 def test_backward_inside_forward_is_refused_and_no_crash() -> None:

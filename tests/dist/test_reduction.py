@@ -21,6 +21,7 @@ from colotrain.engine.sharding import reduce_scatter as reductions
 from colotrain.engine.sharding.reduce_scatter import Reduction
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
 from colotrain.engine.sharding.shared_parameters import share_parameters
+from colotrain.errors import ColotrainError
 from colotrain.launch.causes import PEER_LOST_MESSAGES
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world
@@ -144,7 +145,7 @@ def different_groups(rank: int, plan: RunPlan) -> None:
     assert shared_params is not None
     # gathers would differ before
     materialise_(sharded, device="cpu", seed=0, allocate=shared_params.allocate)
-    with pytest.raises(ValueError, match="reduce different groups"):
+    with pytest.raises(ColotrainError, match="reduce different groups"):
         backward(sharded, some(torch.float32), (0, 1, 2) if rank else (2, 1, 0))
 
 

@@ -126,6 +126,39 @@ def test_adamw_may_differ_by_what_rounding_explains_and_no_more(
     assert "after step 2: differs by" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("accumulation", ["2", "4"])
+def test_a_step_of_rounding_is_no_difference(
+    accumulation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each step is compared from the case's own parameters where the trajectories part."""
+    arguments = [
+        "recipe=llm-tiny",
+        "data.seq_len=32",
+        "--plugins",
+        "zero2",
+        "--optimizer",
+        "recipe",
+    ]
+    arguments += ["--accumulation", accumulation, "--freeze", "none", "--steps", "4"]
+    code = guarded(["verify", *arguments, "--world-sizes", "1,2", "--json"])
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert code == 0, cases
+    assert max(case["max_abs_parameter"] for case in cases) > 1e-6
+
+
+def test_a_resume_is_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["verify", *SMALL, "--plugins", "zero2,gemini", "--freeze", "none", "--resume"]
+    arguments += ["--accumulation", "2", "--optimizer", "recipe", "--steps", "4"]
+    assert guarded(arguments) == 0
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.forgets_on_resume")
+    assert guarded(arguments) == 4
+    assert "after step 4: differs by" in capsys.readouterr().err
+    assert guarded(["verify", *SMALL, "--resume", "--steps", "1"]) == 2
+    assert "--steps=1: expected 2 with --resume" in capsys.readouterr().err
+
+
 def test_progress_is_told_case_by_case(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--plugins", "zero1", "--world-sizes", "1", "--accumulation", "1", "--steps", "1")
     assert guarded(["verify", *SMALL, *few, "--json"]) == 0

@@ -87,6 +87,10 @@ class OneTwice(Alone):
         (Twice, "layers.0, layers.1, layers.2 … are called 2 times"),
         (Sharing, "layers.0, layers.1, layers.2 … share parameters with others"),
         (difficult.Penalty, "layers.0, layers.1, layers.2 have weights that are used outside them"),
+        (
+            difficult.InputGradient,
+            "layers.0, layers.1, layers.2 have weights that are used outside",
+        ),
         (Fails, "are in a model whose forward failed with one sample"),
     ],
 )

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from colotrain.torch_internals import copy_together, keep_versions, unknown_torch
 
 try:
+    from torch._C import _are_functorch_transforms_active, _DisableFuncTorch
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -43,11 +44,12 @@ __all__ = ["AllGather", "DDPMeshInfo", "DefaultAllGather", "free_storage"]
 
 RELIED_ON: dict[type, str] = {
     FSDPModule: "_get_fsdp_state",
-    FSDPState: "_comm_ctx _fsdp_param_group _lazy_init _modules _register_pre_backward_hook",
+    FSDPState: "_comm_ctx _fsdp_param_group _lazy_init _modules _pre_backward "
+    "_register_pre_backward_hook",
     FSDPCommContext: "all_gather_state",
     FSDPParamGroup: "_all_gather_process_group _all_gather_result _all_reduce_process_group "
     "_init_mp_dtypes _orig_dtype _reduce_dtype _register_post_backward_hook _to_unsharded "
-    "all_reduce_grads device fsdp_params is_unsharded mp_policy post_backward pre_backward "
+    "all_reduce_grads device fsdp_params is_unsharded mp_policy post_backward "
     "reduce_grads unshard wait_for_unshard",
     FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
     "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_inputs "
@@ -149,6 +151,37 @@ def initialise_lazily(root: nn.Module | FSDPModule) -> None:
 def gather_before_backward_of(state: Any, outputs: list[Tensor]) -> None:
     """Register `outputs` as tensors through which backward reaches the module."""
     state._register_pre_backward_hook(outputs)
+
+
+def before_backward_of(state: Any, check: Callable[[], None]) -> None:
+    """Call `check` before a backward reaches the module.
+
+    If it raises, nothing of the backward has begun: torch would never finish another one.
+    """
+    original = state._pre_backward
+
+    def pre_backward(gradient: Tensor) -> Any:
+        check()
+        return original(gradient)
+
+    state._pre_backward = pre_backward
+
+
+def gather_outside_transforms(module: nn.Module) -> None:
+    """Gather the module's groups before its forward, where `torch.func` transforms it.
+
+    Made within a transform (`jvp`, `jacfwd`), whole parameters would be tensors of it, which no
+    gradient reaches.
+    """
+
+    def gather(*_: Any) -> None:
+        if _are_functorch_transforms_active():
+            with _DisableFuncTorch():
+                for group in groups_of(module):
+                    group.unshard()
+                    group.wait_for_unshard()
+
+    module.register_forward_pre_hook(gather, prepend=True)
 
 
 def end_backward_of(group: Any, register: Any) -> None:

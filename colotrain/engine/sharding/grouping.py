@@ -151,8 +151,10 @@ def reasons_against(
 ) -> dict[str, str]:
     """Return block name → reason why the block cannot be a group.
 
-    A forward must call a group exactly once and use its parameters nowhere else; a penalty over all
-    parameters, say, uses them outside their blocks. The trial runs on a copy without storage, in a
+    A forward must call a group exactly once, use its parameters nowhere else, and not compute
+    gradients through it; a penalty over all parameters, say, uses them outside their blocks, and
+    one on gradients goes back through blocks that the rest of the forward still needs. The trial
+    runs on a copy without storage, in a
     fork: on the meta device or, where that fails, with fake tensors, for which transformers skips
     its checks of values. A model whose forward must read values can run as neither. Then a real
     copy is tried with one sample, and a block counts only if its neighbours of the same kind get
@@ -196,7 +198,7 @@ def _without_values(
 def _against(calls: list[Any] | None) -> str:
     """Return why a block with these calls cannot be a group; "" where it can."""
     if calls is None:
-        return "have weights that are used outside them"
+        return "have weights that are used outside them, or gradients that forward computes"
     if len(calls) == 1:
         return ""
     return f"are called {len(calls)} times" if calls else "are not called"
@@ -239,7 +241,8 @@ def _trial(
 ) -> dict[str, list[Any]] | None:
     """Return block name → shape of each call's first input; None where the forward does not run.
 
-    Blocks whose parameters are used outside their calls, in training or evaluation, are left out.
+    Blocks whose parameters are used outside their calls, and those that a backward within forward
+    reaches, in training or evaluation, are left out.
     Blocks that change their inputs in place are put into CHANGING.
     """
     seen: dict[str, list[Any]] = {name: [] for name, _ in blocks}
@@ -259,6 +262,7 @@ def _trial(
             for name, module in blocks:
                 block = trial.get_submodule(name)
                 block.register_forward_pre_hook(note(name))
+                block.register_forward_hook(partial(uses.note_backward, name))
                 when_inputs_change(block, partial(CHANGING.add, module))
             with uses:
                 trial(**inputs)
@@ -274,7 +278,8 @@ def _trial(
 
 
 class UsesOutside(TorchFunctionMode):
-    """Finds blocks whose parameters are used in a computation while the block is not running."""
+    """Finds blocks whose parameters are used in a computation while the block is not running, and
+    blocks that a backward reaches."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         super().__init__()
@@ -289,6 +294,12 @@ class UsesOutside(TorchFunctionMode):
 
     def _run(self, name: str, change: int, *_: Any) -> None:
         self.running[name] += change
+
+    def note_backward(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        """Find the block if a backward comes to an output of it: the trial itself calls none."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.found.add(name))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -15,10 +15,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
-from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
+from colotrain.engine.sharding.fsdp_internals import (
+    before_backward_of,
+    name_of,
+    state_of,
+    unsharded_of,
+)
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import (
     DisableTorchFunctionSubclass,
@@ -222,10 +228,10 @@ class ForwardWatch:
     aliases: list[tuple[str, Tensor]] = field(default_factory=list)
     running: bool = False
 
-    def install(self, root: nn.Module, groups: Iterable[Any]) -> None:
-        """Watch the forwards of `root`; `groups` are the FSDPParamGroups of its groups."""
-        for group in groups:
-            group.pre_backward = partial(self._pre_backward, group.pre_backward)
+    def install(self, root: nn.Module, handles: Iterable[FSDPModule]) -> None:
+        """Watch the forwards of `root`; `handles` are the modules of its groups."""
+        for handle in handles:
+            before_backward_of(state_of(handle), self._refuse_backward)
         for index, param in enumerate(self.params):
             when_unsharded(param, partial(self._watch_unsharded, index))
         root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
@@ -268,7 +274,7 @@ class ForwardWatch:
             whole._watch, whole._name = self, name_of(self.params[index])  # type: ignore[attr-defined]
         self.versions[index] = whole._version
 
-    def _pre_backward(self, original: Callable[..., None], *args: Any) -> None:
+    def _refuse_backward(self) -> None:
         """Refuse a backward inside a forward: it frees parameters that the forward still needs."""
         if self.running:
             raise ColotrainError(
@@ -276,7 +282,6 @@ class ForwardWatch:
                 "return all terms of the loss, and let colotrain call backward; a penalty on "
                 "gradients needs a model without repeated blocks",
             )
-        original(*args)
 
     def _begin(self) -> None:
         for index in self.versions:

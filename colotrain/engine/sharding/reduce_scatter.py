@@ -32,6 +32,7 @@ from colotrain.engine.sharding.fsdp_internals import (
 )
 from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.sharding.spans import span
+from colotrain.errors import ColotrainError
 from colotrain.spec.cpu_memory import MOST_WRITTEN_BYTES, NUM_SLOTS
 from colotrain.torch_internals import (
     call_after_backward,
@@ -98,7 +99,7 @@ class Reduction:
     """Sums the gradients of a sharded model over its shard group, whose ranks run on one host.
 
     All ranks must create it together. Raises `Unavailable` on all of them or on none; backward
-    raises `PeerLost`, and `ValueError` where ranks reduce different groups.
+    raises `PeerLost`, and `ColotrainError` where ranks reduce different groups.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -106,6 +107,7 @@ class Reduction:
         self.rank, self.size = group.rank(), group.size()
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
+        self.names = [part.name for part in sharded.groups for _ in part.fsdp_groups]
         self.part_bytes = part_bytes(sharded)
         self.header_bytes = round_up(self.size * NUM_SLOTS * 16, PAGE)
         num_parts = NUM_SLOTS * self.size * (self.size - 1)
@@ -197,9 +199,10 @@ class Reduction:
             self.memory.wait(WRITTEN, peer, what="reduce-scatter")
         headers = self.headers[message.slot].tolist()
         if any(header != headers[self.rank] for header in headers):
-            raise ValueError(
-                f"reduce-scatter: the ranks reduce different groups (index, bytes: {headers}): all "
-                "ranks must run the same modules in the same order"
+            names = ", ".join(self.names[header[0]] or "the rest" for header in headers)
+            raise ColotrainError(
+                f"model: the ranks reduce different groups of parameters at once ({names})",
+                "let forward call its blocks equally often and in one order, whatever the values",
             )
         if gradients.each[0].sums is None:
             self._begin(gradients)

@@ -34,6 +34,7 @@ from colotrain.engine.parts.wholes import shards_of
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.sharding.boundary_tensors import watch_tensors
 from colotrain.engine.sharding.fsdp_internals import (
+    gather_outside_transforms,
     groups_of,
     initialise_lazily,
     reduce_unused_,
@@ -195,14 +196,14 @@ def shard_(
     )
     watch_replaced(originals, model)
     attach_(model, sharded.fsdp_params(), attached, ranks=comms.data_mesh.size())
-    fsdp_groups = [params for group in groups for params in group.fsdp_groups]
-    reduce_unused_(model, fsdp_groups)
-    ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
+    reduce_unused_(model, [params for group in groups for params in group.fsdp_groups])
+    ForwardWatch(list(sharded.fsdp_params())).install(model, [group.handle for group in groups])
     for module in (module for _, modules in modules_of for module in modules):
         watch_tensors(module)
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
+        gather_outside_transforms(module)
     return sharded
 
 
