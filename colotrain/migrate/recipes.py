@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.errors import ConfigError, Problem, UsageError, suggest
-from colotrain.migrate import accelerate, deepspeed, lightning
+from colotrain.migrate import accelerate, axolotl, deepspeed, lightning, llamafactory, torchtune
 from colotrain.migrate.defaults import Defaults, silent
 from colotrain.migrate.findings import DECAY, MEANING, Finding, Rules, read
 from colotrain.migrate.lightning_callbacks import with_monitors
@@ -42,6 +42,14 @@ FORMATS = {
         signs=lightning.SIGNS,
         defaults=silent("optimizer.class_path", "optimizer.init_args", is_torch=True),
     ),
+    **{
+        name: Format(rules=tool.RULES, signs=tool.SIGNS, defaults=tool.defaults, is_whole=True)
+        for name, tool in (
+            ("axolotl", axolotl),
+            ("llamafactory", llamafactory),
+            ("torchtune", torchtune),
+        )
+    },
 }
 PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
 """Priority of plugins where keys ask for several."""
