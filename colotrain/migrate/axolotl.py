@@ -43,7 +43,7 @@ LORA_KEYS = {
     "decomposed": "peft_use_dora",
     "ratio_of_b": "loraplus_lr_ratio",
 }
-CHATS = ("chat_template", "chat_template.default", "chat_template.argilla", "chatml.intel")
+CHATS = ("chat_template", "chat_template.default")
 TEXTS = ("completion", "pretrain")
 PLUGINS = {
     "LigerPlugin": "",
@@ -85,6 +85,9 @@ def _rl(value: Any, _: Flat) -> Answer:
 def _kind(value: Any, flat: Flat) -> Answer:
     """Translate the way in which records become prompts."""
     name = str(value)
+    if _is_dpo(flat):
+        note = "pairs have prompt, chosen and rejected: set data.columns for other names"
+        return Answer(outcome="asked", note=note)
     if name in CHATS:
         return Answer(outcome="decided", note=tuning.TEMPLATE)
     if name in TEXTS:
@@ -92,9 +95,6 @@ def _kind(value: Any, flat: Flat) -> Answer:
         return Answer(outcome="taken", note="texts, trained on whole", settings=settings)
     if name.partition(":")[0] == "alpaca":
         return Answer(outcome="asked", note=tuning.ALPACA)
-    if _is_dpo(flat):
-        note = "pairs have prompt, chosen and rejected: set data.columns for other names"
-        return Answer(outcome="asked", note=note)
     if name.endswith(".transform") or name.startswith(("bradley_terry", "stepwise_supervised")):
         return Answer(outcome="refused", note=tuning.OBJECTIVE)
     return Answer(outcome="asked", note=f"set data.columns to the fields of {name}")
@@ -375,7 +375,7 @@ RULES = unless_null(
         "eval_*": none("evaluations have the loss: see train.metrics"),
         "do_causal_lm_eval": none("evaluations have the loss: see train.metrics"),
         "early_stopping_patience": taken("train.stop_early.patience", whole),
-        "loss_watchdog_*": decided("a loss that is not finite ends the run (train.on_nonfinite)"),
+        "loss_watchdog_*": none("a loss that is not finite ends the run, not one that is high"),
         "logging_steps": taken("observe.log_every", whole),
         "wandb_project": taken("observe.trackers", lambda _: ["wandb"], "set WANDB_PROJECT"),
         "wandb_*": decided("set W&B's own variables (WANDB_PROJECT and so on)"),

@@ -78,7 +78,7 @@ METHODS = (
 
 
 def _is_stage(*names: str) -> Callable[[Flat], bool]:
-    return lambda flat: flat.get("stage", "sft") in names
+    return lambda flat: (flat.get("stage") or "sft") in names
 
 
 def _has_adapter(flat: Flat) -> bool:

@@ -130,7 +130,7 @@ def check_kind(kind: str) -> None:
 def check_trained(found: Sequence[Finding]) -> None:
     """Raise `ConfigError` where a key asks for what colotrain does not train."""
     problems = [
-        Problem(key=f.key, value=f.value, expected="what is trained here", fix=f.note)
+        Problem(key=f.key, value=f.value, expected="what colotrain trains", fix=f.note)
         for f in found
         if f.outcome == "refused"
     ]

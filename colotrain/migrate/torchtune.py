@@ -56,7 +56,6 @@ LORA_KEYS = {
     "rank": "model.lora_rank",
     "alpha": "model.lora_alpha",
     "dropout": "model.lora_dropout",
-    "targets": "model.lora_attn_modules",
     "decomposed": "model.use_dora",
 }
 MLP = ["gate_proj", "up_proj", "down_proj"]
