@@ -111,7 +111,8 @@ def _template(value: Any, _: Flat) -> Answer:
 def _half(name: str) -> Rule:
     """Rule for a half precision, of which bf16 counts where several are on.
 
-    Without an adapter or sharding, Axolotl keeps the weights themselves in bfloat16.
+    A file without the key bf16 has it on. Without an adapter or sharding, Axolotl keeps the weights
+    themselves in bfloat16.
     """
 
     def rule(value: Any, flat: Flat) -> Answer:
@@ -119,7 +120,7 @@ def _half(name: str) -> Rule:
         if value not in ("auto", "full") and not is_on(value):
             settings = {} if on else {"train.precision": "fp32"}
             return Answer(outcome="taken", settings=settings, note="off")
-        if name == "fp16" and any(key.startswith("b") for key in on):
+        if name == "fp16" and ("bf16" not in flat or any(key.startswith("b") for key in on)):
             return Answer(outcome="decided", note="bf16 is on as well, and counts")
         return Answer(outcome="taken", settings={"train.precision": name} | _dtype(name, flat))
 
@@ -129,13 +130,6 @@ def _half(name: str) -> Rule:
 def _dtype(precision: str, flat: Flat) -> dict[str, Any]:
     keeps = precision == "bf16" and not _has_adapter(flat) and not tuning.is_sharded(flat)
     return {"model.args.dtype": "bfloat16"} if keeps else {}
-
-
-def _fsdp(value: Any, _: Flat) -> Answer:
-    if not value:
-        return Answer(outcome="decided", note="off")
-    plugin = "gemini" if "offload" in value else "zero3"
-    return Answer(outcome="taken", settings={"plugin.name": plugin})
 
 
 def _unfrozen(value: Any, _: Flat) -> Answer:
@@ -171,6 +165,12 @@ def _plugin(value: Any, _: Flat) -> Answer:
 def _warmup(value: Any, flat: Flat) -> Answer:
     """Translate the warm-up; Axolotl makes two steps of one."""
     return tuning.warmup(2 if value == 1 else value, flat)
+
+
+def _early(value: Any, _: Flat) -> Answer:
+    stop_early = {"metric": "validation_loss", "patience": whole(value)}
+    settings = {f"train.stop_early.{key}": what for key, what in stop_early.items()}
+    return Answer(outcome="taken", settings=settings)
 
 
 def _property(name: str, *known: str) -> Rule:
@@ -294,7 +294,6 @@ RULES = unless_null(
         "dataset_prepared_path": decided("tokens are cached ($COLOTRAIN_CACHE)"),
         "dataset_exact_deduplication": asked("take records that repeat out of the files"),
         "skip_prepare_dataset": decided("records are prepared before the run"),
-        "remove_unused_columns": decided("columns without a meaning are listed, and not read"),
         "shuffle_merged_datasets": taken("data.shuffle", is_on),
         "curriculum_sampling": taken("data.shuffle", lambda value: not is_on(value)),
         "streaming": decided("files are read in blocks, and tokens kept on disk"),
@@ -314,7 +313,6 @@ RULES = unless_null(
         "eval_sample_packing": decided("validation samples are packed as the others"),
         "pad_to_sequence_len": decided("samples are padded to data.seq_len"),
         "total_num_tokens": decided("tokens are counted"),
-        "group_by_length": none("the order of samples is a function of seed and position"),
         "train_on_inputs": tuning.loss_on("all"),
         "special_tokens": decided("none are named"),
         "special_tokens.pad_token": decided("padding is masked, whatever its token"),
@@ -325,7 +323,6 @@ RULES = unless_null(
         "resize_token_embeddings_to_32x": decided("an embedding grows by the tokens that it lacks"),
         "micro_batch_size": taken("train.micro_batch", whole),
         "batch_size": _batch,
-        "gradient_accumulation_steps": taken("accumulate.steps", whole),
         "accelerator_config.*": decided("colotrain owns accumulation"),
         "eval_batch_size": decided("evaluations take micro-batches of the same size"),
         "num_epochs": where(
@@ -334,49 +331,45 @@ RULES = unless_null(
             taken("train.epochs", number),
         ),
         "max_steps": taken("train.max_steps", whole),
-        "learning_rate": taken("optim.lr", number),
         "optimizer": tuning.optimizer,
-        "adam_beta1": tuning.beta(0, "adam_beta2"),
-        "adam_beta2": tuning.beta(1, "adam_beta1"),
-        "adam_epsilon": taken("optim.eps", number),
         "adam_eps": none("Axolotl reads adam_epsilon"),
-        "weight_decay": taken("optim.weight_decay", number),
-        "max_grad_norm": taken("train.grad_clip", number),
-        "lr_scheduler": tuning.schedule,
         "cosine_min_lr_ratio": taken("optim.schedule.min_lr_ratio", number),
         "cosine_constant_lr_ratio": refused("see wsd of optim.schedule.name"),
         "lr_quadratic_warmup": refused("warm-up is linear"),
+        "lr_div_factor": refused("see optim.schedule for what a schedule may have"),
+        "embedding_lr*": asked("set optim.rules with a match of the embedding and its lr_scale"),
+        "lr_groups*": asked("set optim.rules with matches of the modules and their lr_scale"),
+        "noisy_embedding_alpha": refused("noise in embeddings is not there"),
+        "loftq_config*": refused(tuning.QUANTIZED),
+        "dpo_*": refused("the loss of DPO is that of train.objective: dpo"),
+        "s2_attention": refused("attention that leaves tokens out is not there"),
+        "use_pose": refused("positions that leave numbers out are not there"),
+        "trainer_cls": refused("a trainer of your own is not called"),
+        "overrides_of_model_config*": asked("set it in model.args"),
+        "rope_scaling*": asked("set it in model.args"),
+        "additional_special_tokens": taken("model.tokens", list),
+        "added_tokens_overrides*": asked("the tokenizer has its own: change its folder"),
+        "default_system_message": asked("put the system message into the records"),
+        "dataset_processes": taken("data.workers", whole),
+        "dataset_num_proc": taken("data.workers", whole),
+        "sequence_parallel_degree": taken("mesh.cp", whole),
         "eta_min": none("Axolotl reads cosine_min_lr_ratio"),
-        "warmup_steps": where(lambda f: f.get("lr_scheduler") != "constant", "constant", _warmup),
-        "warmup_ratio": where(
-            lambda flat: flat.get("lr_scheduler") != "constant", "constant", tuning.warmup_ratio
-        ),
-        "seed": taken("train.seed", whole),
         "bf16": _half("bf16"),
         "bfloat16": _half("bf16"),
         "fp16": _half("fp16"),
         "float16": _half("fp16"),
         "torch_dtype": taken("model.args.dtype", str),
-        "tf32": taken("train.tf32", is_on),
-        "gradient_checkpointing": tuning.recompute,
-        "gradient_checkpointing_kwargs.*": decided("recomputation is non-reentrant, always"),
         "activation_offloading": decided("set train.activation_checkpointing to save memory"),
-        "torch_compile": taken("train.compile", is_on),
-        "torch_compile_*": decided("torch.compile of each block, with its defaults"),
         "saves_per_epoch": tuning.per_epoch("checkpoint.every"),
-        "save_steps": tuning.interval("checkpoint.every"),
-        "save_strategy": tuning.strategy("checkpoint.every"),
-        "save_total_limit": taken("checkpoint.keep", whole),
-        "save_*": decided("checkpoints have all that a resume needs; exports are safetensors"),
         "evals_per_epoch": tuning.per_epoch("train.eval_every"),
-        "eval_steps": tuning.interval("train.eval_every"),
-        "eval_strategy": tuning.strategy("train.eval_every"),
-        "evaluation_strategy": tuning.strategy("train.eval_every"),
+        "early_stopping_patience": _early,
+        **tuning.trainer("lr_scheduler"),
+        "warmup_steps": where(
+            tuning.warms_up("lr_scheduler"), "a constant schedule has no warm-up", _warmup
+        ),
         "eval_*": none("evaluations have the loss: see train.metrics"),
         "do_causal_lm_eval": none("evaluations have the loss: see train.metrics"),
-        "early_stopping_patience": taken("train.stop_early.patience", whole),
         "loss_watchdog_*": none("a loss that is not finite ends the run, not one that is high"),
-        "logging_steps": taken("observe.log_every", whole),
         "wandb_project": taken("observe.trackers", lambda _: ["wandb"], "set WANDB_PROJECT"),
         "wandb_*": decided("set W&B's own variables (WANDB_PROJECT and so on)"),
         "use_wandb": tuning.switched_tracker("wandb"),
@@ -387,15 +380,9 @@ RULES = unless_null(
         "trackio_*": none("trackers are tensorboard, wandb and mlflow"),
         "*otel_metrics*": none("see observe.metrics_port"),
         "comet_*": none("trackers are tensorboard, wandb and mlflow"),
-        "resume_from_checkpoint": tuning.resumed,
         "auto_resume_from_checkpoints": decided("a run goes on from its own newest checkpoint"),
-        "deepspeed": tuning.deepspeed_file,
-        "fsdp": _fsdp,
         "fsdp_version": decided("every plugin is built on FSDP2"),
-        "fsdp_config": decided("off"),
-        **tuning.fsdp_rules(),
         "ddp": decided("the plugin shards; results are the same"),
-        "ddp_*": decided("parameters without a path from the loss are detected"),
         "tensor_parallel_size": taken("mesh.tp", whole),
         "context_parallel_size": taken("mesh.cp", whole),
         "dp_shard_size": decided("the ranks beside the other axes"),
@@ -404,7 +391,6 @@ RULES = unless_null(
         "plugins": _plugin,
         "output_router_logits": asked("set it in model.args"),
         "use_ray": none("see `colotrain submit`"),
-        "ray_*": none("see `colotrain submit`"),
         "local_rank": decided("ranks are started by colotrain itself"),
         "debug": decided("every collective is bounded in time and checked"),
         "strict": decided("keys that are not known are told"),
@@ -421,11 +407,12 @@ RULES = unless_null(
                 *("liger_*", "cut_cross_entropy", "use_kernels", "fused_attn_kernel", "tiled_mlp"),
                 *("experts_implementation", "use_scattermoe", "use_sonicmoe", "use_*_kernels"),
                 *("gemma4_hybrid_attn_impl", "dsv4_*", "llama4_linearized_experts"),
+                *("eager_attention", "sdpa_varlen", "heads_k_stride", "ring_attn_func", "gc_steps"),
+                *("batch_flattening", "selective_checkpointing*", "layer_offloading"),
                 *("experimental_*", "low_cpu_mem_usage", "torchdistx_path", "nvfp4_*"),
             ),
             decided(tuning.KERNELS),
         ),
-        **tuning.BESIDE_TRAINING,
     }
 )
 
@@ -437,13 +424,14 @@ def defaults(given: Flat) -> dict[str, Any]:
         "train.micro_batch": 1,
         "optim.schedule.name": "cosine",
         "train.activation_checkpointing": "none",
-        "train.precision": "bf16",
+        "train.precision": "fp32" if "bf16" in given else "bf16",
+        "train.tf32": "tf32" not in given,
         "checkpoint.every": "1ep",
         "checkpoint.keep": 4,
         "data.seq_len": 512,
         "train.eval_steps": 0,
     }
-    if not has & set(PARTS):
+    if "bf16" not in given:
         found |= _dtype("bf16", given)
     if "max_steps" not in has:
         found["train.epochs"] = 1

@@ -17,6 +17,7 @@ from colotrain.migrate.findings import (
     Rule,
     Rules,
     asked,
+    clip,
     decided,
     is_on,
     none,
@@ -77,6 +78,14 @@ ONE_AHEAD = (
     "a warm-up is one step ahead here (there it begins with a step at 0), and the last step has "
     "the final learning rate"
 )
+
+
+BESIDE_TRAINING: dict[str, Rule] = {
+    "output_dir": decided("runs are under ./runs, by name"),
+    "trust_remote_code": decided("code of a model's folder is never run"),
+    "hub_*": none("an export is a directory: upload it yourself"),
+}
+LATER = asked("set data.validation_path to these files")
 
 
 def model(value: Any, _: Flat) -> Answer:
@@ -318,12 +327,17 @@ def lora(has: Has, names: Mapping[str, str]) -> dict[str, Rule]:
         note = "times the root of the rank, by which rank-stabilised adapters are larger"
         return taken("adapter.alpha", lambda v: number(v) * root, note)(value, flat)
 
+    def stabilises(value: Any, flat: Flat) -> Answer:
+        if flat.get(names["alpha"]) is None:
+            return refused(f"write {names['alpha']} into the file as well")(value, flat)
+        return Answer(outcome="decided", note="adapter.alpha has it")
+
     meanings = {
         "rank": taken("adapter.rank", whole),
         "alpha": alpha,
         "dropout": taken("adapter.dropout", number),
         "targets": targets,
-        "rank_stabilised": decided("adapter.alpha has it"),
+        "rank_stabilised": stabilises,
         "decomposed": refused("DoRA is not there: LoRA is"),
         "ratio_of_b": _rate_of_b,
         "whole_modules": _whole_modules,
@@ -361,13 +375,71 @@ def _whole_modules(value: Any, _: Flat) -> Answer:
     return Answer(outcome="taken", note=note, settings=settings)
 
 
-def resumed(value: Any, flat: Flat) -> Answer:
-    return refused(CHECKPOINT)(value, flat)
+def fsdp(value: Any, _: Flat) -> Answer:
+    if not value:
+        return Answer(outcome="decided", note="off")
+    plugin = "gemini" if "offload" in value else "zero3"
+    return Answer(outcome="taken", settings={"plugin.name": plugin})
 
 
-BESIDE_TRAINING: dict[str, Rule] = {
-    "output_dir": decided("runs are under ./runs, by name"),
-    "trust_remote_code": decided("code of a model's folder is never run"),
-    "hub_*": none("an export is a directory: upload it yourself"),
-}
-LATER = asked("set data.validation_path to these files")
+def _tf32(value: Any, _: Flat) -> Answer:
+    """Translate the switch; `auto` turns it on wherever GPUs have it, as it does here."""
+    return Answer(outcome="taken", settings={"train.tf32": is_on(value) or value == "auto"})
+
+
+def warms_up(scheduler: str) -> Callable[[Flat], bool]:
+    """Whether the schedule at that key begins with a warm-up: `constant` has none."""
+    return lambda flat: flat.get(scheduler) != "constant"
+
+
+def trainer(scheduler: str) -> dict[str, Rule]:
+    """The rules for arguments of transformers' Trainer; `scheduler` is the key of its schedule."""
+    warms = warms_up(scheduler)
+    return {
+        "gradient_accumulation_steps": taken("accumulate.steps", whole),
+        "learning_rate": taken("optim.lr", number),
+        "adam_beta1": beta(0, "adam_beta2"),
+        "adam_beta2": beta(1, "adam_beta1"),
+        "adam_epsilon": taken("optim.eps", number),
+        "weight_decay": taken("optim.weight_decay", number),
+        "max_grad_norm": taken("train.grad_clip", clip),
+        scheduler: schedule,
+        "lr_scheduler_kwargs.min_lr_rate": taken("optim.schedule.min_lr_ratio", number),
+        "lr_scheduler_kwargs*": refused("see optim.schedule for what a schedule may have"),
+        "warmup_steps": where(warms, "a constant schedule has no warm-up", warmup),
+        "warmup_ratio": where(warms, "a constant schedule has no warm-up", warmup_ratio),
+        "optim_args*": refused("arguments of an optimizer are those of optim"),
+        "optim_target_modules": refused("an optimizer for some layers is not there"),
+        "neftune_noise_alpha": refused("noise in embeddings is not there"),
+        "label_smoothing_factor": refused("smoothed labels are not there: see train.loss"),
+        "seed": taken("train.seed", whole),
+        "tf32": _tf32,
+        "gradient_checkpointing": recompute,
+        "gradient_checkpointing_kwargs*": decided("recomputation is non-reentrant, always"),
+        "torch_compile": taken("train.compile", is_on),
+        "torch_compile_*": decided("torch.compile of each block, with its defaults"),
+        "group_by_length": none("the order of samples is a function of seed and position"),
+        "dataloader_drop_last": taken("train.last_batch", lambda v: "drop" if is_on(v) else "fill"),
+        "dataloader_*": decided("samples of files are read where they lie"),
+        "remove_unused_columns": decided("columns without a meaning are listed, and not read"),
+        "save_steps": interval("checkpoint.every"),
+        "save_strategy": strategy("checkpoint.every"),
+        "save_total_limit": taken("checkpoint.keep", whole),
+        "save_*": decided("checkpoints have all that a resume needs; exports are safetensors"),
+        "eval_steps": interval("train.eval_every"),
+        "eval_strategy": strategy("train.eval_every"),
+        "evaluation_strategy": strategy("train.eval_every"),
+        "load_best_model_at_end": none("see checkpoint.best, and export --step"),
+        "metric_for_best_model": none("see checkpoint.best.metric"),
+        "greater_is_better": none("see checkpoint.best.mode"),
+        "logging_steps": taken("observe.log_every", whole),
+        "resume_from_checkpoint": refused(CHECKPOINT),
+        "deepspeed": deepspeed_file,
+        "fsdp": fsdp,
+        "fsdp_transformer_layer_cls_to_wrap": decided("groups are found in the model"),
+        "fsdp_config": decided("off"),
+        **fsdp_rules(),
+        "ddp_*": decided("ranks are watched, and parameters without a gradient detected"),
+        "ray_*": none("see `colotrain submit`"),
+        **BESIDE_TRAINING,
+    }

@@ -225,6 +225,15 @@ RULES = unless_null(
         ),
         "pref_ftx": refused(tuning.OBJECTIVE),
         "dpo_label_smoothing": refused(tuning.OBJECTIVE),
+        "ld_alpha": refused(tuning.OBJECTIVE),
+        "pref_bco_weight": refused(tuning.OBJECTIVE),
+        "ppo_*": decided("for stage: ppo alone"),
+        "early_stopping_steps": none("see train.stop_early"),
+        "use_fast_tokenizer": decided("tokenizer.json of the folder is read"),
+        "split_special_tokens": none("special tokens of a text are tokens"),
+        "model_revision": asked("download that revision"),
+        "cache_dir": decided("folders are read where they lie"),
+        "upcast_*": decided("weights and norms are computed as train.precision says"),
         "ref_model*": refused("the reference of DPO is the model as the run begins"),
         "reward_model*": refused(tuning.OBJECTIVE),
         "kto_*": decided("for stage: kto alone"),
@@ -242,7 +251,6 @@ RULES = unless_null(
         "tokenized_path": decided("tokens are cached ($COLOTRAIN_CACHE)"),
         "preprocessing_num_workers": taken("data.workers", whole),
         "preprocessing_batch_size": decided("files are read in blocks"),
-        "dataloader_num_workers": decided("samples of files are read where they lie"),
         "streaming": decided("files are read in blocks, and tokens kept on disk"),
         "mix_strategy": lambda value, flat: (
             decided("all files, one after the other")(value, flat)
@@ -262,7 +270,6 @@ RULES = unless_null(
         "disable_shuffling": taken("data.shuffle", lambda value: not is_on(value)),
         "per_device_train_batch_size": taken("train.micro_batch", whole),
         "per_device_eval_batch_size": decided("evaluations take micro-batches of the same size"),
-        "gradient_accumulation_steps": taken("accumulate.steps", whole),
         "num_train_epochs": where(
             lambda flat: not is_positive(flat.get("max_steps")),
             "max_steps counts",
@@ -273,43 +280,14 @@ RULES = unless_null(
             "the length of the run is its epochs",
             taken("train.max_steps", whole),
         ),
-        "learning_rate": taken("optim.lr", number),
         "optim": tuning.optimizer,
-        "adam_beta1": tuning.beta(0, "adam_beta2"),
-        "adam_beta2": tuning.beta(1, "adam_beta1"),
-        "adam_epsilon": taken("optim.eps", number),
-        "weight_decay": taken("optim.weight_decay", number),
-        "max_grad_norm": taken("train.grad_clip", number),
-        "lr_scheduler_type": tuning.schedule,
-        "lr_scheduler_kwargs.min_lr_rate": taken("optim.schedule.min_lr_ratio", number),
-        "lr_scheduler_kwargs.*": refused("see optim.schedule"),
-        "warmup_ratio": where(
-            lambda flat: flat.get("lr_scheduler_type") != "constant",
-            "constant",
-            tuning.warmup_ratio,
-        ),
-        "warmup_steps": where(
-            lambda flat: flat.get("lr_scheduler_type") != "constant", "constant", tuning.warmup
-        ),
-        "seed": taken("train.seed", whole),
         "bf16": _half("bf16"),
         "fp16": _half("fp16"),
         "pure_bf16": _pure,
-        "tf32": taken("train.tf32", is_on),
         "disable_gradient_checkpointing": _recompute,
-        "gradient_checkpointing": tuning.recompute,
-        "gradient_checkpointing_kwargs.*": decided("recomputation is non-reentrant, always"),
         "use_reentrant_gc": decided("recomputation is non-reentrant, always"),
-        "torch_compile": taken("train.compile", is_on),
-        "save_steps": tuning.interval("checkpoint.every"),
-        "save_strategy": tuning.strategy("checkpoint.every"),
-        "save_total_limit": taken("checkpoint.keep", whole),
-        "save_*": decided("checkpoints have all that a resume needs; exports are safetensors"),
-        "eval_steps": tuning.interval("train.eval_every"),
-        "eval_strategy": tuning.strategy("train.eval_every"),
-        "evaluation_strategy": tuning.strategy("train.eval_every"),
+        **tuning.trainer("lr_scheduler_type"),
         "compute_accuracy": none("see train.metrics"),
-        "logging_steps": taken("observe.log_every", whole),
         "report_to": tuning.tracker,
         "use_swanlab": none("trackers are tensorboard, wandb and mlflow"),
         "swanlab_*": none("trackers are tensorboard, wandb and mlflow"),
@@ -317,16 +295,6 @@ RULES = unless_null(
         "run_name": taken("name", str),
         "overwrite_output_dir": decided("every run has a folder of its own"),
         "logging_dir": decided("records go into the run's folder"),
-        "resume_from_checkpoint": tuning.resumed,
-        "deepspeed": tuning.deepspeed_file,
-        "fsdp": lambda value, flat: (
-            taken("plugin.name", lambda _: "gemini" if "offload" in value else "zero3")(value, flat)
-            if value
-            else decided("off")(value, flat)
-        ),
-        "fsdp_transformer_layer_cls_to_wrap": decided("groups are found in the model"),
-        **tuning.fsdp_rules(),
-        "ddp_*": decided("every collective is bounded in time and checked"),
         "tensor_model_parallel_size": taken("mesh.tp", whole),
         "pipeline_model_parallel_size": taken("mesh.pp", whole),
         "context_parallel_size": taken("mesh.cp", whole),
@@ -340,7 +308,6 @@ RULES = unless_null(
         "use_kt": refused(ENGINE),
         "kt_*": decided("for use_kt alone"),
         "use_unsloth": refused(ENGINE),
-        "ray_*": none("see `colotrain submit`"),
         **dict.fromkeys(
             (
                 *("flash_attn", "enable_liger_kernel", "use_v1_kernels", "use_unsloth_gc"),
@@ -348,7 +315,6 @@ RULES = unless_null(
             ),
             decided(tuning.KERNELS),
         ),
-        **tuning.BESIDE_TRAINING,
     }
 )
 

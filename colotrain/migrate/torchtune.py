@@ -242,7 +242,7 @@ RULES = unless_null(
         "checkpointer.keep_last_n_checkpoints": taken("checkpoint.keep", whole),
         "checkpointer.*": decided("the folder is a model directory of transformers"),
         "base_model_path": decided("other keys name it"),
-        "resume_from_checkpoint": tuning.resumed,
+        "resume_from_checkpoint": refused(tuning.CHECKPOINT),
         "save_adapter_weights_only": taken(
             "checkpoint.content", lambda value: "trained" if is_on(value) else "all"
         ),

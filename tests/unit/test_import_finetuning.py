@@ -142,6 +142,12 @@ ALL_LAYERS = ["*.[0-9]*.*"]
             {"data.validation_fraction": 0.1, "train.eval_steps": "all"},
         ),
         ("axolotl", {"evals_per_epoch": 4}, {"train.eval_every": "0.25ep"}),
+        (
+            "axolotl",
+            {"early_stopping_patience": 2},
+            {"train.stop_early.metric": "validation_loss", "train.stop_early.patience": 2},
+        ),
+        ("llamafactory", {"dataloader_drop_last": True}, {"train.last_batch": "drop"}),
         ("axolotl", {"saves_per_epoch": 2}, {"checkpoint.every": "0.5ep", "checkpoint.keep": 4}),
         (
             "axolotl",
@@ -157,6 +163,11 @@ ALL_LAYERS = ["*.[0-9]*.*"]
         ("axolotl", {"bf16": False, "fp16": True}, {"train.precision": "fp16"}),
         ("axolotl", {"bf16": True, "fp16": True}, {"train.precision": "bf16"}),
         ("axolotl", {"bf16": False, "fp16": None}, {"train.precision": "fp32"}),
+        ("axolotl", {"bf16": None}, {"train.precision": "fp32", "model.args.dtype": None}),
+        ("axolotl", {"fp16": True}, {"train.precision": "bf16"}),
+        ("axolotl", {}, {"train.tf32": True}),
+        ("axolotl", {"tf32": "auto"}, {"train.tf32": True}),
+        ("axolotl", {"tf32": None}, {"train.tf32": False}),
         ("axolotl", {"tf32": True}, {"train.tf32": True}),
         (
             "axolotl",
@@ -416,6 +427,7 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
             }.items()
         ),
         ("axolotl", LORA | {"peft_use_dora": True}, "peft_use_dora"),
+        ("llamafactory", TUNED | {"use_rslora": True}, "use_rslora"),
         ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype"),
         ("axolotl", {"datasets": [{"path": "a", "type": "x.transform"}]}, "datasets[0].type"),
         *(
@@ -425,6 +437,8 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "stage": "kto",
                 "finetuning_type": "freeze",
                 "use_galore": True,
+                "neftune_noise_alpha": 5,
+                "label_smoothing_factor": 0.1,
                 "pref_loss": "simpo",
                 "pref_ftx": 0.1,
                 "freeze_vision_tower": True,
