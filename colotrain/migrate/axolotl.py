@@ -55,6 +55,10 @@ PLUGINS = {
     "LLMCompressorPlugin": "sparse weights are not kept sparse",
     "SpectrumPlugin": "set freeze.patterns and freeze.except to its choice of layers",
 }
+TEXT = (
+    "texts, trained on whole; one longer than a sample is divided there, and here under "
+    "data.packing=stream alone"
+)
 LENGTH = "longer samples are cut here; Axolotl leaves them out unless excess_length_strategy cuts"
 REINFORCED = "reinforcement learning and its rewards are not there"
 PARTS = ("bf16", "bfloat16", "fp16", "float16")
@@ -92,7 +96,7 @@ def _kind(value: Any, flat: Flat) -> Answer:
         return Answer(outcome="decided", note=tuning.TEMPLATE)
     if name in TEXTS:
         settings = {"data.packing": "stream"} if "streaming" in flat or name == "pretrain" else {}
-        return Answer(outcome="taken", note="texts, trained on whole", settings=settings)
+        return Answer(outcome="taken", note=TEXT, settings=settings)
     if name.partition(":")[0] == "alpaca":
         return Answer(outcome="asked", note=tuning.ALPACA)
     if name.endswith(".transform") or name.startswith(("bradley_terry", "stepwise_supervised")):
@@ -294,7 +298,7 @@ RULES = unless_null(
         "dataset_prepared_path": decided("tokens are cached ($COLOTRAIN_CACHE)"),
         "dataset_exact_deduplication": asked("take records that repeat out of the files"),
         "skip_prepare_dataset": decided("records are prepared before the run"),
-        "shuffle_merged_datasets": taken("data.shuffle", is_on),
+        "shuffle_merged_datasets": decided("samples of all files are drawn in random order"),
         "curriculum_sampling": taken("data.shuffle", lambda value: not is_on(value)),
         "streaming": decided("files are read in blocks, and tokens kept on disk"),
         "streaming_multipack_buffer_size": decided("packing sees all documents"),

@@ -126,7 +126,10 @@ def _datasets(value: Any, flat: Flat) -> Answer:
         return Answer(outcome="asked", note=note, settings=settings)
     if any(entry.get("columns", {}).get("images") for entry in entries):
         return Answer(outcome="refused", note=tuning.IMAGES)
-    return Answer(outcome="taken", note=f"from {folder / REGISTRY}", settings=settings)
+    note = f"from {folder / REGISTRY}"
+    if any(entry.get("formatting", "alpaca") == "alpaca" for entry in entries):
+        note += "; an input beside an instruction follows it after an empty line here"
+    return Answer(outcome="taken", note=note, settings=settings)
 
 
 def _path(folder: Path, entry: dict[str, Any]) -> str:

@@ -50,6 +50,12 @@ SOURCES: dict[str, tuple[str, str]] = {
     "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "answers"),
 }
 """Builder of a dataset → its source by default, and what the loss counts by default."""
+PROMPTS = {
+    "alpaca_dataset": tuning.ALPACA,
+    "alpaca_cleaned_dataset": tuning.ALPACA,
+    "text_completion_dataset": "",
+}
+"""Builder of a dataset → what its prompts are, where the chat template does not make them."""
 PAIRS = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
 """Columns of stack_exchange_paired_dataset by their meaning."""
 LORA_KEYS = {
@@ -126,18 +132,18 @@ def _dataset(value: Any, flat: Flat) -> Answer:
         note = f"set data.path and data.columns to what {name} reads"
         return Answer(outcome="asked", note=note)
     source, counted = SOURCES[name]
+    is_named = any(key.startswith("dataset.column_map.") for key in flat)
     settings: dict[str, Any] = {}
     if flat.get("dataset.train_on_input") is None:
         settings["data.loss_on"] = counted
-    if name == "stack_exchange_paired_dataset" and not flat.get("dataset.column_map"):
+    if name == "stack_exchange_paired_dataset" and not is_named:
         settings |= {f"data.columns.{meaning}": column for meaning, column in PAIRS.items()}
-    found = Answer(outcome="taken")
+    note, found = PROMPTS.get(name, tuning.TEMPLATE), Answer(outcome="taken")
     if source and flat.get("dataset.source") is None:
         found = tuning.dataset(source, flat)
-    if name.startswith("alpaca"):
-        note = f"{found.note}; {tuning.ALPACA}" if found.note else tuning.ALPACA
-        found = replace(found, outcome="asked", note=note)
-    return replace(found, settings=settings | found.settings)
+    outcome = "asked" if note == tuning.ALPACA else found.outcome
+    notes = "; ".join(filter(None, (found.note, note)))
+    return replace(found, outcome=outcome, note=notes, settings=settings | found.settings)
 
 
 def _seq_len(value: Any, _: Flat) -> Answer:
