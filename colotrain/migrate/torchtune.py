@@ -224,7 +224,7 @@ REINFORCED = (
     *("forward_batch_size", "penalise_no_eos", "gamma", "lmbda", "min_response_length"),
     *("reward_penalty", "max_generated_tokens", "num_steps"),
 )
-UNTRAINED = ("tasks", "prompt.*", "max_new_tokens", "max_seq_length", "top_k", "temperature")
+UNTRAINED = ("tasks", "prompt.*", "max_new_tokens", "max_seq_length")
 RULES = unless_null(
     {
         **dict.fromkeys(REINFORCED, refused("reinforcement learning is not there")),
@@ -269,6 +269,8 @@ RULES = unless_null(
         "loss.beta": taken("train.dpo.beta", number),
         "loss.label_smoothing": refused(tuning.OBJECTIVE),
         "loss.*": refused(tuning.OBJECTIVE),
+        "temperature": decided("for generated texts alone"),
+        "top_k": decided("for generated texts alone"),
         "limit": decided("for evaluation alone"),
         "stop_token_ids": decided("for reinforcement learning alone"),
         "quantizer*": refused("training for quantized weights is not there"),
