@@ -1,4 +1,4 @@
-"""`colotrain import-config`: a recipe from a DeepSpeed, Accelerate or Lightning configuration."""
+"""`colotrain import-config`: a recipe from the configuration of another tool."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ STYLES = {
     "decided": "cyan",
     "asked": "magenta",
     "none": "yellow",
+    "refused": "red",
     "unknown": "red",
 }
 
@@ -35,6 +36,7 @@ def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
         recipes.check_kind(kind)
     kind = kind or recipes.recognise(config, source)
     found = recipes.findings(config, kind)
+    recipes.check_trained(found)
     target = Path(to).expanduser() if to else Path("recipes") / f"{_stem(source)}.yaml"
     if target.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--to={to}: expected a .yaml file", "as in --to recipes/mine.yaml")
@@ -85,14 +87,14 @@ def _document(
             }
             for finding in found
         ],
-        "questions": questions(found),
+        "questions": questions(kind, found),
         "problems": problems,
     }
 
 
 def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -> None:
     from colotrain.migrate.findings import MEANING
-    from colotrain.migrate.recipes import OWN, missing_settings, questions
+    from colotrain.migrate.recipes import missing_settings, question_about_model, questions
 
     console = stdout_console()
     table = Table(kind, "value", "", "here", box=None, pad_edge=False, header_style="bold")
@@ -103,7 +105,8 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
         here = "; ".join(part for part in (to, finding.note) if part)
         outcome = Text(MEANING[finding.outcome], style=STYLES[finding.outcome])
         table.add_row(finding.key, _plain(finding.value), outcome, here)
-    table.add_row("model, data", "", Text(MEANING["asked"], style=STYLES["asked"]), OWN)
+    if own := question_about_model(kind, found):
+        table.add_row("model, data", "", Text(MEANING["asked"], style=STYLES["asked"]), own)
     console.print(table)
     counts = {name: sum(f.outcome == name for f in found) for name in MEANING}
     said = ", ".join(f"{count} {MEANING[name]}" for name, count in counts.items() if count)
@@ -113,7 +116,7 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
     recipe = target.stem if target.parent == Path("recipes") else str(target)
     command = f"colotrain plan {as_argument('recipe', recipe)}"
     console.print(Text(f"{target} is written: {command}"), soft_wrap=True)
-    for question in questions(found):
+    for question in questions(kind, found):
         console.print(f"{MEANING['asked']}: {question}", style="yellow", soft_wrap=True)
     for problem in problems:
         console.print(f"warning: to be corrected first: {problem}", style="yellow", soft_wrap=True)

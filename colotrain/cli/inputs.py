@@ -36,7 +36,11 @@ def inspect_data(
 def import_config(
     file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
     kind: Annotated[
-        str, typer.Option(help="deepspeed, accelerate or lightning; by default judged by its keys.")
+        str,
+        typer.Option(
+            help="deepspeed, accelerate, lightning, axolotl, llamafactory or torchtune; by default "
+            "judged by its keys."
+        ),
     ] = "",
     to: Annotated[
         str,

@@ -19,6 +19,7 @@ from colotrain.migrate.findings import (
     whole,
 )
 
+SIGNS = frozenset({"compute_environment", "distributed_type", "num_machines", "fsdp_config"})
 SHARDING = {
     "1": "zero3",
     "FULL_SHARD": "zero3",
@@ -31,6 +32,18 @@ SHARDING = {
     "5": "fsdp-hybrid",
     "HYBRID_SHARD_ZERO2": "fsdp-hybrid",
 }
+SILENT: dict[str, tuple[str, tuple[str, ...]]] = {
+    "FSDP": (
+        "zero3",
+        ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
+    ),
+    "DEEPSPEED": (
+        "zero2",
+        ("deepspeed_config.zero_stage", "deepspeed_config.deepspeed_config_file"),
+    ),
+}
+"""Engine → its sharding by default, and the keys that say another."""
+SHARDS = "parallelism_config.parallelism_config_dp_shard_size"
 PLACES = "where ranks find one another is the launcher's to say"
 WRAPPING = "groups are found in the model: its repeated blocks"
 STATE = "checkpoints are sharded and resume anywhere"
@@ -38,9 +51,16 @@ STATE = "checkpoints are sharded and resume anywhere"
 
 def _distributed(value: Any, flat: Flat) -> Answer:
     name = str(value).upper()
-    if name in ("FSDP", "DEEPSPEED"):
-        return Answer(outcome="decided", note="the sharding follows from the section of that name")
-    if name in ("NO", "MULTI_GPU", "MULTI_CPU"):
+    if name in SILENT:
+        plugin, keys = SILENT[name]
+        if any(flat.get(key) is not None for key in keys):
+            return Answer(outcome="decided", note="its section says how the model is sharded")
+        note = "as it is sharded there by default"
+        return Answer(outcome="taken", note=note, settings={"plugin.name": plugin})
+    if name == "NO":
+        settings = {"plugin.name": "zero1", "cluster.procs_per_node": 1}
+        return Answer(outcome="taken", note="one process", settings=settings)
+    if name in ("MULTI_GPU", "MULTI_CPU"):
         note = "parameters and gradients stay whole, as in DDP; optimizer states are sharded"
         return Answer(outcome="taken", note=note, settings={"plugin.name": "zero1"})
     return Answer(outcome="none", note=f"{value} is not there")
@@ -48,10 +68,29 @@ def _distributed(value: Any, flat: Flat) -> Answer:
 
 def _processes(value: Any, flat: Flat) -> Answer:
     """Divide the number of all processes by the number of machines."""
+    if str(flat.get("distributed_type")).upper() == "NO":
+        return Answer(outcome="decided", note="distributed_type NO starts one process")
     machines = whole(flat.get("num_machines") or 1)
     if whole(value) % machines:
         return Answer(outcome="none", note=f"{value} does not divide over {machines} machines")
     return Answer(outcome="taken", settings={"cluster.procs_per_node": whole(value) // machines})
+
+
+def replicas(shards: str) -> Rule:
+    """Rule for the number of copies of the model, beside the ranks of each copy at `shards`."""
+
+    def rule(value: Any, flat: Flat) -> Answer:
+        if whole(value) <= 1:
+            return Answer(outcome="decided", note="one copy of the model")
+        size = {"plugin.shard_size": whole(flat[shards])} if flat.get(shards) else {}
+        return Answer(outcome="taken", settings={"plugin.name": "fsdp-hybrid"} | size)
+
+    return rule
+
+
+def _sequence_ranks(value: Any, _: Flat) -> Answer:
+    note = "the ranks of mesh.cp divide each sample's tokens"
+    return taken("mesh.cp", whole, note)(value, {})
 
 
 def _precision(value: Any, _: Flat) -> Answer:
@@ -146,7 +185,17 @@ RULES: Rules = {
     "mpirun_config.*": none("ranks are started by colotrain itself"),
     "ipex_config.*": none("it is not there"),
     "megatron_lm_config.*": none("see the keys mesh.tp and mesh.pp"),
-    "parallelism_config.*": none("see the keys mesh.tp and mesh.cp"),
+    **{
+        f"parallelism_config.parallelism_config_{name}": rule
+        for name, rule in (
+            ("tp_size", taken("mesh.tp", whole)),
+            ("cp_size", taken("mesh.cp", whole)),
+            ("sp_size", _sequence_ranks),
+            ("dp_shard_size", decided("the ranks beside the other axes")),
+            ("dp_replicate_size", replicas(SHARDS)),
+            ("*", decided("the transport of keys and values follows from the mesh")),
+        )
+    },
     "fsdp_config.fsdp_version": decided("every plugin is built on FSDP2"),
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,

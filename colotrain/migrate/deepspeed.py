@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from colotrain.migrate.findings import (
@@ -23,6 +24,17 @@ from colotrain.migrate.findings import (
 )
 from colotrain.spec.optimizers import OPTIMIZERS
 
+SIGNS = frozenset(
+    {
+        "zero_optimization",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "fp16",
+        "bf16",
+        "scheduler",
+    }
+)
 STAGES = {0: "zero1", 1: "zero1", 2: "zero2", 3: "zero3"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FINAL_RATIO = {"linear": 0.0, "cosine": 0.0001, "constant": 1.0}
@@ -33,6 +45,7 @@ OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offl
 PRECISIONS = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled")
 LOG = "warm-up is linear here; DeepSpeed's is logarithmic unless warmup_type is linear"
 BUFFERS = "buffers and prefetching follow from the groups of the model"
+IMPLEMENTATION = r"deepspeedcpu|fused|torch|cpu|paged|bnb|apex|hf|npu|xla|\d+bit|_"
 OWNED = "colotrain owns accumulation and divides the loss in one place"
 
 
@@ -50,11 +63,9 @@ def optimizer_name(value: str) -> Answer:
 
 
 def plain_name(value: str) -> str:
-    """Shorten a class name: `torch.optim.AdamW` to `adamw`, DeepSpeedCPUAdam to `adam`."""
-    name = value.rpartition(".")[2].lower().replace("_", "")
-    for beginning in ("deepspeedcpu", "fused", "torch", "cpu"):
-        name = name.removeprefix(beginning)
-    return name
+    """Shorten a name of an implementation: `torch.optim.AdamW` and `paged_adamw_8bit` to `adamw`,
+    DeepSpeedCPUAdam to `adam`."""
+    return re.sub(IMPLEMENTATION, "", value.rpartition(".")[2].lower())
 
 
 def available() -> tuple[str, ...]:
@@ -66,7 +77,22 @@ def _optimizer(value: Any, _: Flat) -> Answer:
     return optimizer_name(str(value))
 
 
+def _by_trainer(key: str, default: Any, rule: Rule) -> Rule:
+    """The rule, but for `auto`, which transformers' Trainer replaces by its own argument."""
+
+    def replaced(value: Any, flat: Flat) -> Answer:
+        if value != "auto":
+            return rule(value, flat)
+        note = f"auto: {default}, which transformers has by default"
+        return Answer(outcome="decided", note=note, settings={key: default})
+
+    return replaced
+
+
 def _lr(value: Any, flat: Flat) -> Answer:
+    if value == "auto":
+        note = "auto: set optim.lr to the learning rate among your Trainer's arguments"
+        return Answer(outcome="asked", note=note)
     peak = flat.get("scheduler.params.warmup_max_lr")
     overridden = flat.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
     if overridden and peak not in (None, "auto", value):
@@ -92,10 +118,7 @@ def _momentum(value: Any, flat: Flat) -> Answer:
 def _clipping(value: Any, flat: Flat) -> Answer:
     if value is None:
         return Answer(outcome="taken", note="off", settings={"train.grad_clip": None})
-    if value == "auto":
-        note = "auto: 1.0, which transformers has by default"
-        return Answer(outcome="decided", note=note, settings={"train.grad_clip": 1.0})
-    return taken("train.grad_clip", clip)(value, flat)
+    return _by_trainer("train.grad_clip", 1.0, taken("train.grad_clip", clip))(value, flat)
 
 
 def _schedule(value: Any, flat: Flat) -> Answer:
@@ -184,9 +207,11 @@ RULES: Rules = {
     "steps_per_print": taken("observe.log_every", whole),
     "optimizer.type": _optimizer,
     "optimizer.params.lr": _lr,
-    "optimizer.params.betas": taken("optim.betas", numbers),
-    "optimizer.params.eps": taken("optim.eps", number),
-    "optimizer.params.weight_decay": decay,
+    "optimizer.params.betas": _by_trainer(
+        "optim.betas", [0.9, 0.999], taken("optim.betas", numbers)
+    ),
+    "optimizer.params.eps": _by_trainer("optim.eps", 1e-8, taken("optim.eps", number)),
+    "optimizer.params.weight_decay": _by_trainer("optim.weight_decay", 0.0, decay),
     "optimizer.params.momentum": _momentum,
     "optimizer.params.torch_adam": decided("torch's fused implementation is used"),
     "optimizer.params.adam_w_mode": _decoupling,
@@ -242,6 +267,9 @@ RULES: Rules = {
         "prefetch_bucket_size",
         "memory_efficient_linear",
         "load_from_fp32_weights",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
     ),
     "prescale_gradients": decided(OWNED),
     "gradient_predivide_factor": decided(OWNED),
@@ -259,6 +287,8 @@ RULES: Rules = {
     "wandb.*": decided("set W&B's own variables (WANDB_PROJECT and so on)"),
     "comet.*": none("trackers are tensorboard and wandb; every event is JSON in the run's folder"),
     "csv_monitor.*": decided("every event is JSON in the run's folder"),
+    "monitor_config.*": decided("every event is JSON in the run's folder"),
+    "comms_config.*": decided("`colotrain plan` tells the traffic"),
     "comms_logger.*": decided("`colotrain plan` tells the traffic"),
     "flops_profiler.*": none("MFU is measured in every run"),
     "wall_clock_breakdown": decided("every step's parts are timed"),
@@ -283,6 +313,8 @@ RULES: Rules = {
     "progressive_layer_drop.*": none("it is not there"),
     "quantize_training.*": none("it is not there"),
     "compile.enabled": taken("train.compile", is_on),
+    "compile.deepcompile": taken("train.compile", is_on),
+    "compile.disable": taken("train.compile", lambda value: not is_on(value)),
     "compile.*": decided("torch.compile of each block, with its defaults"),
     "seed": taken("train.seed", whole),
 }

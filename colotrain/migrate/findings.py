@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Outcome = Literal["taken", "decided", "asked", "none", "unknown"]
+Outcome = Literal["taken", "decided", "asked", "none", "refused", "unknown"]
 MEANING: dict[str, str] = {
     "taken": "taken",
     "decided": "decided by colotrain",
     "asked": "for you to say",
     "none": "no equivalent",
+    "refused": "not trained here",
     "unknown": "unknown key",
 }
 Flat = Mapping[str, Any]
@@ -46,6 +47,9 @@ DECAY_OF_ALL: dict[str, Any] = {"optim.rules": [{"match": "*", "weight_decay": D
 Rule = Callable[[Any, Flat], Answer]
 Rules = Mapping[str, Rule]
 """Glob on dotted keys → rule. The first matching glob counts."""
+OFF: tuple[Any, ...] = (None, False, "", [], {})
+OFF_WORDS = ("false", "no", "none", "null", "0", "0.0")
+"""Values of a switch that is off."""
 
 
 def read(rules: Rules, config: Mapping[str, Any]) -> list[Finding]:
@@ -109,6 +113,36 @@ def none(note: str) -> Rule:
     return lambda value, flat: Answer(outcome="none", note=note)
 
 
+def refused(note: str) -> Rule:
+    """Rule for a switch without which the file trains something else than it asks for."""
+
+    def rule(value: Any, _: Flat) -> Answer:
+        if value in OFF or str(value).lower() in OFF_WORDS:
+            return Answer(outcome="decided", note="off")
+        return Answer(outcome="refused", note=note)
+
+    return rule
+
+
+def where(condition: Callable[[Flat], bool], note: str, rule: Rule) -> Rule:
+    """The rule where the condition holds; elsewhere the key has no effect in its tool either."""
+
+    def conditional(value: Any, flat: Flat) -> Answer:
+        return rule(value, flat) if condition(flat) else Answer(outcome="decided", note=note)
+
+    return conditional
+
+
+def unless_null(rules: Rules) -> Rules:
+    """The same rules for tools to which a key with null is one that is not there."""
+    absent = Answer(outcome="decided", note="null, as if the key were not there")
+
+    def with_null(rule: Rule) -> Rule:
+        return lambda value, flat: absent if value is None else rule(value, flat)
+
+    return {glob: with_null(rule) for glob, rule in rules.items()}
+
+
 def taken(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:
     """Rule that sets `key` to the value; `auto` and null keep colotrain's default."""
 
@@ -148,6 +182,11 @@ def number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError(value)
     return float(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether the value is a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def clip(value: Any) -> float | None:

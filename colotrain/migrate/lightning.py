@@ -22,6 +22,7 @@ from colotrain.migrate.findings import (
 )
 from colotrain.migrate.lightning_callbacks import CHECKPOINTS, SHOWN, callback, kept
 
+SIGNS = frozenset({"trainer", "seed_everything", "lr_scheduler", "ckpt_path"})
 STRATEGIES = {
     "auto": "auto",
     "ddp": "zero1",
@@ -225,6 +226,12 @@ def _momentum(value: Any, flat: Flat) -> Answer:
     return Answer(outcome="none", note="only SGD has a momentum")
 
 
+def _checkpoints(value: Any, _: Flat) -> Answer:
+    if value is None or is_on(value):
+        return Answer(outcome="decided", note=CHECKPOINTS)
+    return Answer(outcome="taken", note="none is saved", settings={"checkpoint.every": 0})
+
+
 def _seed(value: Any, _: Flat) -> Answer:
     if isinstance(value, bool):
         return Answer(outcome="decided", note="train.seed keeps its default")
@@ -277,7 +284,7 @@ RULES: Rules = {
     "trainer.callbacks[*].init_args.every_n_train_steps": taken("checkpoint.every", whole),
     "trainer.callbacks*.init_args.save_top_k": kept,
     "trainer.callbacks*": none("an argument of the callback above"),
-    "trainer.enable_checkpointing": decided(CHECKPOINTS),
+    "trainer.enable_checkpointing": _checkpoints,
     "trainer.enable_progress_bar": decided(SHOWN),
     "trainer.enable_model_summary": decided("`colotrain plan` shows it"),
     "trainer.deterministic": decided("the same plan gives the same run"),

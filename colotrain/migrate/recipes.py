@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from colotrain.errors import UsageError, suggest
-from colotrain.migrate import accelerate, deepspeed, lightning
-from colotrain.migrate.deepspeed import plain_name
-from colotrain.migrate.findings import DECAY, DECAY_OF_ALL, MEANING, Finding, Rules, is_on, read
+from colotrain.errors import ConfigError, Problem, UsageError, suggest
+from colotrain.migrate import accelerate, axolotl, deepspeed, lightning, llamafactory, torchtune
+from colotrain.migrate.defaults import Defaults, silent
+from colotrain.migrate.findings import DECAY, MEANING, Finding, Rules, read
 from colotrain.migrate.lightning_callbacks import with_monitors
 from colotrain.rundir import read_text
 
-RULES: dict[str, Rules] = {
-    "deepspeed": deepspeed.RULES,
-    "accelerate": accelerate.RULES,
-    "lightning": lightning.RULES,
-}
-SIGNS = {
-    "accelerate": {"compute_environment", "distributed_type", "num_machines", "fsdp_config"},
-    "lightning": {"trainer", "seed_everything", "lr_scheduler", "ckpt_path"},
-    "deepspeed": {
-        "zero_optimization",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "fp16",
-        "bf16",
-        "scheduler",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """Configuration files of one tool."""
+
+    rules: Rules
+    signs: frozenset[str]
+    """Typical top-level keys."""
+    defaults: Defaults
+    """Settings that the tool uses where a file says nothing."""
+    is_whole: bool = False
+    """Whether files name model and data; otherwise those of `BASE` are used."""
+
+
+FORMATS = {
+    "deepspeed": Format(
+        rules=deepspeed.RULES,
+        signs=deepspeed.SIGNS,
+        defaults=silent("optimizer.type", "optimizer.params"),
+    ),
+    "accelerate": Format(rules=accelerate.RULES, signs=accelerate.SIGNS, defaults=silent()),
+    "lightning": Format(
+        rules=lightning.RULES,
+        signs=lightning.SIGNS,
+        defaults=silent("optimizer.class_path", "optimizer.init_args", is_torch=True),
+    ),
+    **{
+        name: Format(rules=tool.RULES, signs=tool.SIGNS, defaults=tool.defaults, is_whole=True)
+        for name, tool in (
+            ("axolotl", axolotl),
+            ("llamafactory", llamafactory),
+            ("torchtune", torchtune),
+        )
     },
 }
-"""Tool → typical top-level keys of its files."""
 PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
 """Priority of plugins where keys ask for several."""
 BASE = "llm-tiny"
@@ -43,7 +59,7 @@ OWN = (
     f"those of {BASE} until you set model.target (and model.args: null or your own) or model.hf, "
     "and data.path or data.target"
 )
-"""Note about model and data, which no file of another tool names in colotrain's way."""
+"""Note about model and data of files that do not name them."""
 TRAINING = (
     "train.max_steps",
     "train.global_batch",
@@ -88,15 +104,15 @@ def recognise(config: Mapping[str, Any], path: Path) -> str:
     `UsageError` if these fit several or none, or if most keys are not the tool's: another tool's
     file may have some of the same names.
     """
-    scores = {kind: len(signs & set(config)) for kind, signs in SIGNS.items()}
+    scores = {kind: len(form.signs & set(config)) for kind, form in FORMATS.items()}
     best = max(scores.values())
     likely = [kind for kind, score in scores.items() if score == best]
     if not best or len(likely) > 1:
-        names = ", ".join(RULES)
+        names = ", ".join(FORMATS)
         problem = f"{path}: its keys do not tell whose configuration it is"
         raise UsageError(problem, f"say it with --kind (one of {names})")
     kind = likely[0]
-    found = [f for f in read(RULES[kind], config) if f.key not in SIGNS[kind]]
+    found = [f for f in read(FORMATS[kind].rules, config) if f.key not in FORMATS[kind].signs]
     foreign = [f.key for f in found if f.outcome == "unknown"]
     if 2 * len(foreign) > len(found):
         some = ", ".join(foreign[:3])
@@ -106,13 +122,24 @@ def recognise(config: Mapping[str, Any], path: Path) -> str:
 
 
 def check_kind(kind: str) -> None:
-    if kind not in RULES:
-        expected = f"expected one of {', '.join(RULES)}"
-        raise UsageError(f"--kind={kind}: {expected}", suggest(kind, RULES))
+    if kind not in FORMATS:
+        expected = f"expected one of {', '.join(FORMATS)}"
+        raise UsageError(f"--kind={kind}: {expected}", suggest(kind, FORMATS))
+
+
+def check_trained(found: Sequence[Finding]) -> None:
+    """Raise `ConfigError` where a key asks for what colotrain does not train."""
+    problems = [
+        Problem(key=f.key, value=f.value, expected="what colotrain trains", fix=f.note)
+        for f in found
+        if f.outcome == "refused"
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
-    found = _one_folder(read(RULES[kind], config))
+    found = _one_folder(read(FORMATS[kind].rules, config))
     return with_monitors(found) if kind == "lightning" else found
 
 
@@ -130,6 +157,10 @@ def _one_folder(found: list[Finding]) -> list[Finding]:
     return [one(finding) for finding in found]
 
 
+LISTS = ("observe.trackers", "data.path", "adapter.targets", "freeze.except", "model.tokens")
+"""Settings to which several keys of a file may each add values."""
+
+
 def settings(found: Sequence[Finding]) -> dict[str, Any]:
     """The recipe's settings by dotted key, made consistent with one another."""
     merged: dict[str, Any] = {}
@@ -137,7 +168,7 @@ def settings(found: Sequence[Finding]) -> dict[str, Any]:
         for key, value in finding.settings.items():
             if key == "plugin.name" and key in merged:
                 value = min(value, merged[key], key=PLUGIN_ORDER.index)
-            if key == "observe.trackers":
+            if key in LISTS:
                 value = [*merged.get(key, []), *value]
             merged[key] = value
     if merged.get("plugin.name") != "fsdp-hybrid":
@@ -160,15 +191,25 @@ def complete_settings(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
     return {**_missing_defaults(kind, found), **settings(found)}
 
 
-def questions(found: Sequence[Finding]) -> list[str]:
+def questions(kind: str, found: Sequence[Finding]) -> list[str]:
     """Settings that the user must add, because the file does not contain them."""
     lines = {f.note: f"{f.key}: {f.note}" for f in found if f.outcome == "asked"}
-    return [f"model, data: {OWN}", *lines.values()]
+    own = question_about_model(kind, found)
+    return [*([f"model, data: {own}"] if own else []), *lines.values()]
+
+
+def question_about_model(kind: str, found: Sequence[Finding]) -> str:
+    """What the user must say about model and data; empty where the file names both."""
+    if not FORMATS[kind].is_whole:
+        return OWN
+    said = complete_settings(kind, found)
+    missing = [key for key in ("model.hf", "data.path") if key not in said]
+    return f"set {' and '.join(missing)}" if missing else ""
 
 
 def _missing_defaults(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
     said, given = settings(found), {finding.key: finding.value for finding in found}
-    return {key: value for key, value in defaults(kind, given).items() if key not in said}
+    return {key: value for key, value in FORMATS[kind].defaults(given).items() if key not in said}
 
 
 def missing_settings(kind: str, found: Sequence[Finding]) -> list[str]:
@@ -176,7 +217,8 @@ def missing_settings(kind: str, found: Sequence[Finding]) -> list[str]:
     theirs = [f"{key}={json.dumps(value)}" for key, value in _missing_defaults(kind, found).items()]
     ours = [key for key in TRAINING if key not in complete_settings(kind, found)]
     lines = [f"Not in the file, so as {kind} has them by default: {', '.join(theirs)}."]
-    lines += [f"Not in the file, so as {BASE} or colotrain has them: {', '.join(ours)}."]
+    whose = "colotrain has" if FORMATS[kind].is_whole else f"{BASE} or colotrain has"
+    lines += [f"Not in the file, so as {whose} them: {', '.join(ours)}."]
     return [line for line, keys in zip(lines, (theirs, ours), strict=True) if keys]
 
 
@@ -211,11 +253,14 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
     """The recipe as text, with comments about keys that could not be translated."""
     import yaml
 
-    left = [f for f in found if f.outcome in ("asked", "none", "unknown")]
-    lines = [
-        _comment(f"From {source.name} ({kind}), by `colotrain import-config`."),
-        f"# model, data: {MEANING['asked']} ({OWN})",
+    left = [
+        f
+        for f in found
+        if f.outcome in ("asked", "none", "unknown") or (f.outcome == "taken" and f.note)
     ]
+    lines = [_comment(f"From {source.name} ({kind}), by `colotrain import-config`.")]
+    if own := question_about_model(kind, found):
+        lines += [f"# model, data: {MEANING['asked']} ({own})"]
     lines += [
         _comment(f"{f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})") for f in left
     ]
@@ -223,7 +268,8 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
         lines += textwrap.wrap(line, 96, initial_indent="# ", subsequent_indent="# ")
     settings = _without_references(nested(complete_settings(kind, found)))
     body = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
-    return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", body]).rstrip() + "\n"
+    base = [] if FORMATS[kind].is_whole else [f"defaults: [{BASE}, _self_]"]
+    return "\n".join([*lines, *base, "", body]).rstrip() + "\n"
 
 
 def _without_references(value: Any) -> Any:
@@ -246,53 +292,3 @@ def _comment(text: str) -> str:
 def _short(value: Any) -> str:
     text = " ".join(json.dumps(value, default=str).split())
     return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-ALWAYS: dict[str, Any] = {
-    "train.grad_clip": None,
-    "optim.schedule.name": "constant",
-    "optim.schedule.warmup_steps": 0,
-}
-"""Defaults of all tools: they neither clip nor change the learning rate."""
-Argument = tuple[str, str, Any]
-"""Arguments as triples (the tool's name, colotrain's key, the tool's default)."""
-PLACES = {
-    "deepspeed": ("optimizer.type", "optimizer.params"),
-    "lightning": ("optimizer.class_path", "optimizer.init_args"),
-}
-"""Keys of the optimizer's name and of its arguments; Accelerate's files have neither."""
-ADAM: tuple[Argument, ...] = (
-    ("lr", "optim.lr", 1e-3),
-    ("betas", "optim.betas", [0.9, 0.999]),
-    ("eps", "optim.eps", 1e-8),
-    ("weight_decay", "optim.weight_decay", 0.0),
-)
-SGD: tuple[Argument, ...] = (
-    ("lr", "optim.lr", 1e-3),
-    ("momentum", "optim.momentum", 0.0),
-    ("weight_decay", "optim.weight_decay", 0.0),
-)
-OPTIMIZERS = {"adam": ADAM, "adamw": ADAM, "sgd": SGD}
-"""Optimizer → its arguments, with the defaults that torch and DeepSpeed agree on."""
-TORCH_ADAMW_DECAY = 0.01
-"""Default weight decay of torch's AdamW; DeepSpeed's optimizer of that name has no decay."""
-
-
-def defaults(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the tool `kind` uses by default where a file has only the keys `given`.
-
-    Keys with the value `auto` are left out: their values come from elsewhere.
-    """
-    return {**ALWAYS, **dict(_optimizer(kind, given))}
-
-
-def _optimizer(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    where, arguments = PLACES.get(kind, ("", ""))
-    name = plain_name(str(given.get(where, "")))
-    is_torch = kind == "lightning" or is_on(given.get(f"{arguments}.torch_adam"))
-    for argument, key, value in OPTIMIZERS.get(name, ()):
-        if given.get(f"{arguments}.{argument}") is None:
-            decays = argument == "weight_decay" and name == "adamw" and is_torch
-            yield key, TORCH_ADAMW_DECAY if decays else value
-            if decays:
-                yield from DECAY_OF_ALL.items()

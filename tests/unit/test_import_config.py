@@ -359,17 +359,17 @@ def test_what_contradicts_itself_in_a_deepspeed_file_is_told() -> None:
 
 
 def test_a_file_of_another_tool_is_not_taken_for_one_that_shares_a_few_keys() -> None:
-    axolotl = {
-        "base_model": "meta-llama/Llama-3.2-1B",
-        "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
-        "sequence_len": 2048,
+    trl = {
+        "model_name_or_path": "meta-llama/Llama-3.2-1B",
+        "dataset_name": "tatsu-lab/alpaca",
+        "max_length": 2048,
         "gradient_accumulation_steps": 4,
-        "micro_batch_size": 2,
-        "optimizer": "adamw_torch",
-        "lora_r": 16,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-5,
+        "use_peft": True,
     }
-    with pytest.raises(UsageError, match=r"are none of deepspeed's, such as base_model, "):
-        recipes.recognise(axolotl, Path("axolotl.yaml"))
+    with pytest.raises(UsageError, match=r"are none of deepspeed's, such as model_name_or_path, "):
+        recipes.recognise(trl, Path("trl.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,9 @@ def test_the_trainer_says_how_long_a_run_is(schedule: str, argument: str) -> Non
         found = lightning_of(schedule, steps, **{argument: 10})
         assert "train.max_steps" not in recipes.settings(found)
         assert found[0].outcome == "asked"
-        assert any("set train.max_steps" in question for question in recipes.questions(found))
+        assert any(
+            "set train.max_steps" in question for question in recipes.questions("lightning", found)
+        )
 
 
 def test_epochs_stay_epochs() -> None:
@@ -495,9 +497,13 @@ def test_of_two_folders_for_offloading_one_is_taken_and_the_other_asked_about() 
 
     found = zero("/fast", "/slow")
     assert recipes.settings(found)["plugin.disk_path"] == "/fast"
-    (asked,) = [line for line in recipes.questions(found) if "plugin.disk_path" in line]
+    (asked,) = [
+        line for line in recipes.questions("deepspeed", found) if "plugin.disk_path" in line
+    ]
     assert "/fast is taken, set plugin.disk_path for another" in asked
-    assert not [q for q in recipes.questions(zero("/fast", "/fast")) if "disk_path" in q]
+    assert not [
+        q for q in recipes.questions("deepspeed", zero("/fast", "/fast")) if "disk_path" in q
+    ]
 
 
 def test_a_constant_rate_does_not_say_how_long_a_run_is() -> None:
@@ -515,7 +521,9 @@ def test_what_a_schedule_is_told_goes_before_what_it_has_by_default() -> None:
     assert found["optim.schedule.min_lr_ratio"] == 0.2
 
 
-KEYS = {kind: [key.replace("*", "x") for key in recipes.RULES[kind]] for kind in KINDS}
+KEYS = {
+    kind: [key.replace("*", "x") for key in form.rules] for kind, form in recipes.FORMATS.items()
+}
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -550,7 +558,7 @@ def test_a_file_s_name_adds_no_line_to_the_recipe(
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_no_value_of_any_key_is_dropped_or_breaks_anything(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
+    kind = data.draw(st.sampled_from(sorted(KEYS)))
     keys = data.draw(st.lists(st.sampled_from(KEYS[kind]), unique=True, max_size=6))
     flat = {key: data.draw(VALUES) for key in keys if "[" not in key}
     nested: dict[str, Any] = {}
@@ -566,3 +574,65 @@ def test_no_value_of_any_key_is_dropped_or_breaks_anything(data: st.DataObject) 
     assert all(finding.outcome in MEANING for finding in found)
     text = recipes.render(Path("theirs"), kind, found)
     assert isinstance(yaml.safe_load(text), dict)
+
+
+def test_what_a_trainer_fills_in_is_as_it_is_there_by_default() -> None:
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    config = deepspeed_of({"type": "AdamW", "params": params}, gradient_clipping="auto")
+    found = recipes.findings(config, "deepspeed")
+    settings = recipes.complete_settings("deepspeed", found)
+    assert settings["optim.betas"] == [0.9, 0.999]
+    assert (settings["optim.weight_decay"], settings["train.grad_clip"]) == (0.0, 1.0)
+    assert any("set optim.lr" in question for question in recipes.questions("deepspeed", found))
+    lion = recipes.findings(deepspeed_of({"type": "FusedLion"}), "deepspeed")
+    assert recipes.complete_settings("deepspeed", lion)["optim.betas"] == [0.9, 0.999]
+
+
+def accelerate_of(**more: Any) -> dict[str, Any]:
+    return {"compute_environment": "LOCAL_MACHINE", **more}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("deepspeed", {"compile": {"disable": False}}, {"train.compile": True}),
+        ("deepspeed", {"compile": {"disable": True}}, {"train.compile": False}),
+        ("deepspeed", {"compile": {"deepcompile": True}}, {"train.compile": True}),
+        (
+            "accelerate",
+            accelerate_of(distributed_type="NO", num_processes=4),
+            {"cluster.procs_per_node": 1, "plugin.name": "zero1"},
+        ),
+        ("accelerate", accelerate_of(distributed_type="FSDP"), {"plugin.name": "zero3"}),
+        ("accelerate", accelerate_of(distributed_type="DEEPSPEED"), {"plugin.name": "zero2"}),
+        (
+            "accelerate",
+            accelerate_of(distributed_type="FSDP", fsdp_config={"fsdp_sharding_strategy": 2}),
+            {"plugin.name": "zero2"},
+        ),
+        (
+            "accelerate",
+            accelerate_of(
+                parallelism_config={
+                    "parallelism_config_tp_size": 2,
+                    "parallelism_config_cp_size": 4,
+                    "parallelism_config_dp_replicate_size": 2,
+                    "parallelism_config_dp_shard_size": 8,
+                }
+            ),
+            {
+                "mesh.tp": 2,
+                "mesh.cp": 4,
+                "plugin.name": "fsdp-hybrid",
+                "plugin.shard_size": 8,
+            },
+        ),
+        ("lightning", {"trainer": {"enable_checkpointing": False}}, {"checkpoint.every": 0}),
+        ("lightning", {"trainer": {"enable_checkpointing": True}}, {"checkpoint.every": None}),
+    ],
+)
+def test_switches_and_defaults_mean_what_they_mean_there(
+    kind: str, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    settings = recipes.settings(recipes.findings(config, kind))
+    assert {key: settings.get(key) for key in expected} == expected

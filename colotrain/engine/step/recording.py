@@ -15,7 +15,7 @@ import torch
 
 from colotrain import module_tree
 from colotrain.dotted import described
-from colotrain.engine.gradients import noise
+from colotrain.engine.gradients import gradients, noise
 from colotrain.engine.model.precision import dtype_of
 from colotrain.engine.model.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.parts.part_map import local_part
@@ -39,6 +39,8 @@ FIX_MEMORY = (
 )
 WINDOW = 128
 SIGMAS = 6.0
+MOST_UNUSED = 0.5
+"""Share of what trains that may have no gradient in the first step without a word."""
 MIN_STEPS = 32
 """Steps before the mean and deviation are used."""
 
@@ -62,6 +64,7 @@ class GradientRecords(Participant):
         self.recorder: Recorder | None = None
         self.noise: dict[str, Any] | None = None
         """Noise between this step's micro-batches, as a `Gradients` event has it."""
+        self.has_begun = False
 
     def asks(self) -> Mapping[str, Ask]:
         asked = self.run.rundir.grads_request() if self.run.rank == 0 else None
@@ -70,6 +73,9 @@ class GradientRecords(Participant):
     def before_update(self, agreed: Agreed) -> None:
         run = self.run
         self.recorder = self.noise = None
+        if not self.has_begun and run.rank == 0 and (warning := left_out(run)):
+            run.events.write(Note(step=run.step + 1, text=f"warning: {warning}"))
+        self.has_begun = True
         if agreed["noise"] and agreed.finite:
             with agreed.batches.again(phase=Phase.NOISE) as batches:
                 self.noise = noise.measure(
@@ -92,11 +98,26 @@ class GradientRecords(Participant):
             return
         if self.recorder is not None:
             run.at(Phase.RECORD)
-            gradients = self.recorder.finish(run.step)
+            found = self.recorder.finish(run.step)
             if run.rank == 0:
                 run.rundir.grads_request_file.unlink(missing_ok=True)
-                run.events.write(replace(gradients, noise=self.noise))
+                run.events.write(replace(found, noise=self.noise))
         self.clock.lap("optimizer_s")
+
+
+def left_out(run: Run) -> str:
+    """Return which parameters train and have no gradient, if they are most of the model; or ""."""
+    views = [view for view in gradients.read(run.sharded.module) if view.status != "frozen"]
+    unused = [view for view in views if view.status == "unused"]
+    all_elements = sum(math.prod(view.shape) for view in views)
+    share = sum(math.prod(view.shape) for view in unused) / max(1, all_elements)
+    if share <= MOST_UNUSED:
+        return ""
+    names = ", ".join(view.name for view in unused[:3])
+    return (
+        f"{len(unused)} of {len(views)} parameters, {share:.0%} of what trains, have no gradient in "
+        f"step {run.step + 1} ({names} …): no path leads to them from the loss"
+    )
 
 
 @dataclass(slots=True)
