@@ -115,8 +115,8 @@ def left_out(run: Run) -> str:
         return ""
     names = ", ".join(view.name for view in unused[:3])
     return (
-        f"{len(unused)} of {len(views)} parameters, {share:.0%} of what trains, have no gradient in "
-        f"step {run.step + 1} ({names} …): no path leads to them from the loss"
+        f"{len(unused)} of {len(views)} parameters, {share:.0%} of what trains, have no gradient "
+        f"in step {run.step + 1} ({names} …): no path leads to them from the loss"
     )
 
 
