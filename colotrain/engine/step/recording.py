@@ -40,7 +40,7 @@ FIX_MEMORY = (
 WINDOW = 128
 SIGMAS = 6.0
 MOST_UNUSED = 0.5
-"""Share of what trains that may have no gradient in the first step without a word."""
+"""Share of what trains that may have no gradient in the first step without a message."""
 MIN_STEPS = 32
 """Steps before the mean and deviation are used."""
 
