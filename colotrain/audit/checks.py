@@ -214,7 +214,7 @@ def weights(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
     name = "weights"
     if evidence.first.process.framework in SHARDED:
         return shards(evidence)
-    if averages_weights(compared):
+    if averages_weights(evidence, compared):
         return unknown(name, AVERAGED)
     for each in compared:
         first = each.details[0].weights

@@ -21,7 +21,7 @@ from colotrain.audit import model
 from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark, Sharding
 from colotrain.audit.reference import Taps, packed, sketch
-from colotrain.audit.report import Report, rank, undivided
+from colotrain.audit.report import Report, rank, undivided, world_size
 from colotrain.audit.sites import Site, here
 from colotrain.audit.window import Origin, Window, number, origin_of, product
 from colotrain.events.event import EventKind
@@ -64,6 +64,7 @@ class Observer:
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
+        self.mark_before = ""
         self.before: dict[str, Tensor] = {}
         """Sketches of the weights before the step under way."""
         self.rows: dict[str, dict[str, Any]] = {}
@@ -195,6 +196,12 @@ class Observer:
         if window.in_backward:
             self.stepped_in_backward()
 
+    def mark(self) -> str:
+        """Return a hash by which ranks tell whether their trained weights are equal."""
+        held = self.optimizers.held() if world_size() > 1 else {}
+        values = sample(p for p in self._leaves() if id(p) in held).values()
+        return model.hash_of(torch.cat([v.to(torch.float64) for v in values])) if values else ""
+
     def _sampled_gradients(self) -> Sample:
         return sample(parameter.grad for parameter in self._leaves())
 
@@ -263,6 +270,7 @@ class Observer:
         """At the entry of an optimizer's step, after its closure."""
         window = self.window
         self.begin(optimizer)
+        self.mark_before = self.mark()
         if not self.is_looking and (window.backwards or len(self.optimizers.steps) > 1):
             return
         old = self.taken
@@ -339,6 +347,7 @@ class Observer:
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
+                mark=self.mark_before,
                 rebuilt=self.optimizers.is_rebuilt(index, optimizer),
                 off=off,
                 off_at=off_at.plain(),
@@ -418,6 +427,7 @@ class Observer:
                 forwards=self.forwards,
                 forward_at=self.forward_at.plain(),
                 failed=hasattr(sys, "last_value"),
+                mark=self.mark(),
             )
             self.write(end)
             if self.report is None:

@@ -92,6 +92,8 @@ class ObservedStep(EventKind):
     scale: bool
     """Whether a GradScaler scaled a loss."""
     losses: list[Any]
+    mark: str = ""
+    """Hash of some elements of all trained weights before the step; empty for one rank."""
     rebuilt: bool
     """Whether this is a new optimizer's first step, after the single step of one like it."""
     off: list[str]
@@ -193,6 +195,8 @@ class ObservedEnd(EventKind):
     forward_at: list[str]
     failed: bool
     """Whether an exception ended the process."""
+    mark: str = ""
+    """`ObservedStep.mark` of the last weights."""
 
 
 @event_kind("sharding")

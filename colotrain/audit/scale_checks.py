@@ -48,7 +48,7 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
     if len(usable) > 1 and all(each.held and is_gone(each) for each in usable):
         text = "the script takes all gradients away between backward and step"
         gradient_verdict = wrong("gradient", text, usable[0].step.site, step=usable[0].step.step)
-    if gradient_verdict.outcome == "wrong" and averages_weights(compared):
+    if gradient_verdict.outcome == "wrong" and averages_weights(evidence, compared):
         gradient_verdict = unchecked("gradient", AVERAGED)
     return [
         _worst([accumulation(each) for each in usable]),

@@ -663,9 +663,36 @@ def averaged_weights() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 2:
-            for parameter in net.parameters():
-                dist.all_reduce(parameter.data)
-                parameter.data /= WORLD
+            average_weights(net)
+
+
+def average_weights(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= WORLD
+
+
+def averaged_seldom() -> None:
+    net = made(8, 16, 1)
+    average_weights(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == STEPS:
+            average_weights(net)
+
+
+def averaged_after_each_step() -> None:
+    net = made(8, 16, 1)
+    average_weights(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average_weights(net)
 
 
 def tasks_in_turns() -> None:

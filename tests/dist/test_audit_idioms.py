@@ -25,6 +25,8 @@ NAMES = [
 ]
 ON_TWO = {
     "adversarial",
+    "averaged_after_each_step",
+    "averaged_seldom",
     "averaged_weights",
     "by_all_tokens",
     "by_hand",
@@ -82,6 +84,8 @@ WRONG = {
 """Script that is wrong → the check that says so, its outcome, and what it says."""
 RIGHT = [name for name in NAMES if not name.startswith("wrong_")]
 NOT_CHECKED = {
+    "averaged_after_each_step",
+    "averaged_seldom",
     "averaged_weights",
     "by_autograd_grad",
     "by_hand",
