@@ -394,7 +394,8 @@ class Observer:
             unclipped=self.unclipped(optimizer),
             at_rest=self.names_of(at_rest(optimizer)),
             factors=[
-                [[f.value(), f.site.plain(), f.loss_scale] for f in each] for each in window.factors
+                [[f.value(), f.site.plain(), f.loss_scale, f.how] for f in each]
+                for each in window.factors
             ],
             counts=window.counts,
             inputs=window.inputs,

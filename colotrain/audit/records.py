@@ -136,7 +136,8 @@ class Details(EventKind):
     why_not: str
     """Why there is no reference; empty if there is one."""
     factors: list[Any]
-    """One list per micro-batch: [factor, site] of what multiplies the loss."""
+    """One list per micro-batch: [factor, site, whether it is a GradScaler's, how] of what scales
+    the loss. How: divided, times, or mean of terms where it makes a mean of a sum's terms."""
     counts: list[Any]
     """One per backward: [reduction, targets, with ignored ones] of its cross-entropy, or None.
 

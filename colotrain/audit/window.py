@@ -40,6 +40,15 @@ class Factor:
     site: Site
     loss_scale: bool
     """Whether this is the scale of a GradScaler, which it takes back."""
+    terms: int
+    """Number of terms whose sum the loss is."""
+
+    @property
+    def how(self) -> str:
+        """As in `Details.factors`."""
+        if self.terms > 1 and math.isclose(self.value() * self.terms, 1.0, rel_tol=EXACT):
+            return "mean of terms"
+        return "divided" if self.inverse else "times"
 
     def value(self) -> float:
         number = float(self.by)
@@ -235,7 +244,22 @@ def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, s
     inputs = [following for following, _ in node.next_functions]
     operand = next((i for i, following in enumerate(inputs) if following is not None), None)
     if operand is not None:
-        node.metadata[KEY] = Factor(by, inverse, operand, site, scale)
+        terms = num_terms(loss.grad_fn)
+        node.metadata[KEY] = Factor(by, inverse, operand, site, scale, terms)
+
+
+def num_terms(node: Any) -> int:
+    """Return how many terms a node adds, through the additions before it; 0 where they are many."""
+    nodes, found = [node], 0
+    for _ in range(MOST_NODES):
+        if not nodes:
+            return found
+        node = nodes.pop()
+        if node is not None and node.name() == "AddBackward0":
+            nodes += [following for following, _ in node.next_functions if following is not None]
+        else:
+            found += 1
+    return 0
 
 
 def number(value: Any) -> float | None:

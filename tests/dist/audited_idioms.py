@@ -695,6 +695,61 @@ def averaged_after_each_step() -> None:
         average_weights(net)
 
 
+def mean_of_two_terms() -> None:
+    net = wrapped(made(8, 16, 4))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            x, _ = batch()
+            one, other = net(x).chunk(2, dim=1)
+            start, end = F.cross_entropy(one, x.argmax(1) % 2), F.mse_loss(other, x[:, :2])
+            loss = (start + end) / 2
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def half_of_squares() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (0.5 * error(net)).div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def half_of_squares_each_step() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        (0.5 * error(net)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def first_step_alone() -> None:
+    net, accumulation = wrapped(made(8, 16, 1)), 2
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        (error(net) / accumulation).backward()
+        if step % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrong_means_times_ranks() -> None:
+    net = wrapped(made(8, 16, 4))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            x, _ = batch()
+            loss = F.cross_entropy(net(x), x.argmax(1) % 4) * WORLD
+            loss.backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def tasks_in_turns() -> None:
     body, one, two = made(8, 16), nn.Linear(16, 1), nn.Linear(16, 1)
     optimizer = SGD([p for m in (body, one, two) for p in m.parameters()], lr=0.1)
