@@ -56,7 +56,7 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
         _worst([accumulation(each) for each in usable]),
         gradient_verdict,
         _worst([targets(each) for each in usable]),
-        update(compared, usable[-1]),
+        update(compared, next((e for e in reversed(usable) if e.details[0].lr), usable[-1])),
     ]
 
 

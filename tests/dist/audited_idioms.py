@@ -750,6 +750,17 @@ def wrong_means_times_ranks() -> None:
         optimizer.zero_grad()
 
 
+def rate_falls_to_zero() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / 2))
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
 def tasks_in_turns() -> None:
     body, one, two = made(8, 16), nn.Linear(16, 1), nn.Linear(16, 1)
     optimizer = SGD([p for m in (body, one, two) for p in m.parameters()], lr=0.1)
