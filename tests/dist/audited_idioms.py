@@ -761,6 +761,28 @@ def rate_falls_to_zero() -> None:
         optimizer.zero_grad()
 
 
+class AloneLayer(nn.Linear):
+    """A layer with an optimizer of its own, whose forward is called by its name."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.optimizer = Adam(self.parameters(), lr=0.01)
+
+    def fit(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            self.forward(x).square().mean().backward()
+            self.optimizer.step()
+        return self.forward(x).detach()
+
+
+def layer_by_layer() -> None:
+    layers = AloneLayer(8, 8), AloneLayer(8, 4)
+    x, _ = batch()
+    for layer in layers:
+        x = layer.fit(x)
+
+
 def tasks_in_turns() -> None:
     body, one, two = made(8, 16), nn.Linear(16, 1), nn.Linear(16, 1)
     optimizer = SGD([p for m in (body, one, two) for p in m.parameters()], lr=0.1)
