@@ -761,6 +761,52 @@ def rate_falls_to_zero() -> None:
         optimizer.zero_grad()
 
 
+class WithAverage(nn.Module):
+    """A model and its moving average, which no loss reaches, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(8, 16, 1)
+        self.average = copy.deepcopy(self.net)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def moving_average_inside() -> None:
+    task = WithAverage()
+    optimizer = SGD(task.net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(task).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for own, new in zip(task.average.parameters(), task.net.parameters(), strict=True):
+                own.lerp_(new, 0.1)
+
+
+class Probe(nn.Module):
+    """A head on features that are computed without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = made(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.body(x)
+        return self.head(features)
+
+
+def probe() -> None:
+    net = Probe()
+    optimizer = SGD(net.head.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class AloneLayer(nn.Linear):
     """A layer with an optimizer of its own, whose forward is called by its name."""
 
