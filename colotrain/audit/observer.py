@@ -123,6 +123,7 @@ class Observer:
         self.window.modes.count(module)
         if torch.is_grad_enabled():
             self.window.wants_inputs |= model.has_leaf(inputs)
+            self.window.given_number |= model.has_number(inputs)
             device = next(module.parameters()).device
             self.window.inputs.append(model.hash_of(inputs))
             self.window.random.append(model.random_state(device))
@@ -150,6 +151,7 @@ class Observer:
             window.losses.append((loss.detach().clone(), product(factors)[0]))
         if self.is_looking:
             window.factors.append(factors)
+            window.hidden |= origin.compiled and window.given_number
             counts, window.new_counts = window.new_counts, []
             window.counts.append(origin.count or (counts[0] if len(counts) == 1 else None))
             if loss is None or not plain or loss.numel() != 1:
@@ -391,6 +393,7 @@ class Observer:
             why_not=why,
             reached=len(window.reached),
             by_hand=window.by_hand,
+            hidden=window.hidden,
             unclipped=self.unclipped(optimizer),
             at_rest=self.names_of(at_rest(optimizer)),
             factors=[

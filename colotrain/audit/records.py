@@ -160,6 +160,8 @@ class Details(EventKind):
     """Different sets of parameters that single backwards computed gradients of."""
     by_hand: bool = False
     """Whether gradients changed between the last backward and the step or the first clip."""
+    hidden: bool = False
+    """Whether a compiled function that was given a number computed a loss: it may divide by it."""
     unclipped: list[str]
     """Parameters with gradients that no call clipped, where some calls did."""
     at_rest: list[str]

@@ -322,6 +322,9 @@ def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]])
     if is_sum and each.details[0].reached > 1:
         why = "they reach different parameters, and may be different losses"
         return unknown(name, f"{shown}: not divided; {why}", each.step.backward_at)
+    if is_sum and each.details[0].hidden:
+        why = "a compiled function that was given a number computes the loss, and may divide by it"
+        return unknown(name, f"{shown}: {why}", each.step.backward_at)
     if is_sum:
         text = f"{shown}: the loss is not divided, so that a step is the sum of {num}"
         text += f", and is multiplied by {world}, the number of ranks" if factors else ""

@@ -72,6 +72,9 @@ class Window:
     set_aside: int = 0
     skips: int = 0
     unseen: bool = False
+    given_number: bool = False
+    """Whether a forward was given a number, by which it may divide its loss."""
+    hidden: bool = False
     wants_inputs: bool = False
     """Whether a forward's input is a leaf that requires a gradient."""
     by_hand: bool = False
@@ -173,6 +176,8 @@ class Origin:
     """Factors of the whole loss, the last one first."""
     count: list[Any] | None = None
     """What the loss sums, as in `Details.counts`; None: it is not known to be a sum."""
+    compiled: bool = False
+    """Whether a compiled function computed the loss, in which no factor is seen."""
 
 
 def origin_of(loss: Tensor) -> Origin:
@@ -199,7 +204,9 @@ def _origin(node: Any, number: int, budget: Iterator[int]) -> Origin:
             both = _together(*(_origin(term, place, budget) for term, place in terms))
             return Origin([*found, *both.factors], both.count)
         else:
-            return Origin(found) if summed is None else _sum_of(found, *summed)
+            if summed is not None:
+                return _sum_of(found, *summed)
+            return Origin(found, compiled="CompiledFunction" in node.name())
         node, number = node.next_functions[place]
     return Origin(found)
 

@@ -761,6 +761,37 @@ def rate_falls_to_zero() -> None:
         optimizer.zero_grad()
 
 
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(8, 16, 1)
+
+    def forward(self, x: torch.Tensor, num: torch.Tensor | None = None) -> torch.Tensor:
+        errors = (self.net(x) - x.sum(1, keepdim=True)).square()
+        return errors.mean() if num is None else errors.sum() / num
+
+
+def divided_in_compiled_model() -> None:
+    net = torch.compile(OwnLoss(), backend="aot_eager")
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [batch()[0] for _ in range(2)]
+        for x in parts:
+            net(x, torch.tensor(sum(map(len, parts)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_compiled_and_not_divided() -> None:
+    net = torch.compile(OwnLoss(), backend="aot_eager")
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            net(batch()[0]).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class WithAverage(nn.Module):
     """A model and its moving average, which no loss reaches, in one module."""
 

@@ -67,6 +67,7 @@ WRONG = {
     "wrong_averaged_twice": ("gradient", "wrong", "divided by 2 ranks once more"),
     "wrong_by_all_ranks_tokens": ("accumulation", "wrong", "divided by those of all 2 ranks"),
     "wrong_clips_a_part": ("clipping", "cannot tell", "1.weight, 1.bias; that may be meant"),
+    "wrong_compiled_and_not_divided": ("accumulation", "wrong", "not divided"),
     "wrong_criterion_outside_ddp": ("gradient", "wrong", "its own gradient of log"),
     "wrong_frozen_by_hand": ("frozen", "cannot tell", "changes 0.0.bias between"),
     "wrong_frozen_decays": ("frozen", "wrong", "0.0.bias"),
