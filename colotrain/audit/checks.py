@@ -230,7 +230,7 @@ def weights(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
     name = "weights"
     if evidence.first.process.framework in SHARDED:
         return shards(evidence)
-    if averages_weights(compared) and not compared[0].is_parallel:
+    if averages_weights(evidence, compared) and not compared[0].is_parallel:
         return unknown(name, AVERAGED)
     for each in compared:
         differ: dict[tuple[int, int], list[str]] = {}
@@ -244,10 +244,10 @@ def weights(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
         for (rank, first), names in differ.items():
             text = f"rank {rank} and rank {first} differ before step {each.step.step}: "
             return wrong(name, text + named(names), each.step.site, step=each.step.step)
-    more = (
-        f"; ranks have different parts of {named([*parts])}" if (parts := compared[0].parts) else ""
-    )
-    return ok(name, f"equal on all ranks at {len(compared)} steps, bit for bit{more}")
+    text = f"equal on all ranks at {len(compared)} steps, bit for bit"
+    if parts := [*compared[0].parts]:
+        text += f"; ranks have different parts of {named(parts)}"
+    return ok(name, text)
 
 
 def shards(evidence: Evidence) -> Verdict:
@@ -364,27 +364,32 @@ def parameters(evidence: Evidence) -> Verdict:
     last = own.members[-1]
     if not last.trainable and not last.frozen:
         return unchecked(name, "no module whose parameters are known ran")
-    if last.copies and last.missing:
+    reached = reached_parameters(own)
+    missing = [name for name in last.missing if name in reached]
+    if last.copies and missing:
         why = f"the optimizer has {last.foreign} parameters that the script gives gradients to"
         return unchecked(name, f"{why}: copies?", last.made_at)
-    if last.foreign and last.missing:
+    if last.foreign and missing:
         text = f"the optimizer has {last.foreign} parameters of another model: "
-        return wrong(name, f"{text}{named(last.missing)} are in none", last.made_at)
-    if last.missing:
-        text = f"trainable and in no optimizer: {named(last.missing)}"
+        return wrong(name, f"{text}{named(missing)} are in none", last.made_at)
+    if missing:
+        text = f"trainable and in no optimizer: {named(missing)}"
         return wrong(name, text, last.made_at)
     if last.twice:
         return wrong(name, f"twice in optimizers: {named(last.twice)}", last.made_at)
     if last.untied:
         text = f"config.tie_word_embeddings is set, but these are two: {named(last.untied)}"
         return wrong(name, text, last.made_at)
-    if idle := idle_parameters(own):
+    if idle := [n for n in idle_parameters(own, reached) if n not in last.missing]:
         text = f"{len(idle)} trainable parameters never got a gradient: {named(idle)}"
         return wrong(name, text, own.steps[0].backward_at)
     if still := unmoved_parameters(own):
         text = f"have gradients and never change: {named(still)}"
         return wrong(name, text, own.steps[0].site)
     text = f"{len(last.trainable)} trainable, {len(last.frozen)} frozen"
+    if last.missing:
+        why = f"{text}; in no optimizer, and never with a gradient: {named(last.missing)}"
+        return unknown(name, why, last.made_at)
     if last.apart:
         why = f"{text}; no optimizer has any of a model whose parameters get gradients, too: "
         return unknown(name, f"{why}{named(last.apart)}", last.made_at)
@@ -398,9 +403,13 @@ def parameters(evidence: Evidence) -> Verdict:
     return ok(name, text)
 
 
-def idle_parameters(rank: RankEvidence) -> list[str]:
+def reached_parameters(rank: RankEvidence) -> set[str]:
+    """Parameters that had a gradient in any step that was looked into."""
+    return {n for _, d in rank.steps_with_details() for n in (*d.gradient, *(d.declared or ()))}
+
+
+def idle_parameters(rank: RankEvidence, reached: set[str]) -> list[str]:
     """Trainable parameters without a gradient in every step that was looked into."""
-    reached = {n for _, d in rank.steps_with_details() for n in (*d.gradient, *(d.declared or ()))}
     every = [member.trainable for member in rank.members]
     return [name for name in every[0] if all(name in m for m in every) and name not in reached]
 

@@ -167,11 +167,9 @@ def parts(steps: Sequence[ObservedStep], details: Sequence[Details]) -> dict[str
             found[name] = list(by_weights.values())
     if len(together(steps, details)) < len(details):
         return found
-    return (
-        {n: ranks for n, ranks in found.items() if n not in exchanged}
-        if exchanged - found.keys()
-        else {}
-    )
+    if not exchanged - found.keys():
+        return {}
+    return {name: ranks for name, ranks in found.items() if name not in exchanged}
 
 
 def compared_steps(evidence: Evidence) -> list[ComparedStep]:
@@ -205,13 +203,11 @@ def compared_steps(evidence: Evidence) -> list[ComparedStep]:
     ]
 
 
-def averages_weights(compared: Sequence[ComparedStep]) -> bool:
-    """Whether ranks had different weights before a step, and equal ones before a later one."""
-    differ = False
-    for each in compared:
-        first, *others = (own.weights for own in each.details)
-        equal = all(own == first for own in others)
-        if differ and equal:
-            return True
-        differ = differ or not equal
-    return False
+def averages_weights(evidence: Evidence, compared: Sequence[ComparedStep]) -> bool:
+    """Whether ranks changed their weights differently, and had equal ones again later."""
+    differ = [e.step for e in compared if any(d.change != e.details[0].change for d in e.details)]
+    if not differ:
+        return False
+    after = evidence.first.steps.index(differ[0]) + 1
+    later = zip(*(rank.marks[after:] for rank in evidence.ranks), strict=False)
+    return any(all(marks) and len(set(marks)) == 1 for marks in later)

@@ -36,6 +36,11 @@ class RankEvidence:
     end: ObservedEnd | None = None
 
     @property
+    def marks(self) -> list[str]:
+        """Hashes of the weights before each step, and at the end."""
+        return [*(step.mark for step in self.steps), *([self.end.mark] if self.end else [])]
+
+    @property
     def num_optimizers(self) -> int:
         """Number of optimizers that step in turns; 1 where one follows another for good."""
         order = [step.optimizer for step in self.steps]

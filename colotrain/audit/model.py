@@ -282,6 +282,15 @@ def has_leaf(values: object) -> bool:
     return any(t.is_leaf and t.requires_grad for t in tensors_in(values))
 
 
+def has_number(values: object) -> bool:
+    """Whether a forward's inputs have a number, which may be a tensor."""
+    if isinstance(values, Tensor):
+        return not values.dim()
+    if isinstance(values, dict | list | tuple):
+        return any(map(has_number, values.values() if isinstance(values, dict) else values))
+    return isinstance(values, int | float) and not isinstance(values, bool)
+
+
 def random_state(device: torch.device) -> str:
     """Return a hash of the generators that dropout on `device` draws from."""
     state = torch.random.get_rng_state()

@@ -64,6 +64,7 @@ class Observer:
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
+        self.mark_before = ""
         self.before: dict[str, Tensor] = {}
         """Sketches of the weights before the step under way."""
         self.rows: dict[str, dict[str, Any]] = {}
@@ -122,6 +123,7 @@ class Observer:
         self.window.modes.count(module)
         if torch.is_grad_enabled():
             self.window.wants_inputs |= model.has_leaf(inputs)
+            self.window.given_number |= model.has_number(inputs)
             device = next(module.parameters()).device
             self.window.inputs.append(model.hash_of(inputs))
             self.window.random.append(model.random_state(device))
@@ -149,6 +151,7 @@ class Observer:
             window.losses.append((loss.detach().clone(), product(factors)[0]))
         if self.is_looking:
             window.factors.append(factors)
+            window.hidden |= origin.compiled and window.given_number
             counts, window.new_counts = window.new_counts, []
             window.counts.append(origin.count or (counts[0] if len(counts) == 1 else None))
             if loss is None or not plain or loss.numel() != 1:
@@ -195,6 +198,12 @@ class Observer:
         self.micro_batches += 1
         if window.in_backward:
             self.stepped_in_backward()
+
+    def mark(self) -> str:
+        """Return a hash by which ranks tell whether their trained weights are equal."""
+        held = self.optimizers.held() if world_size() > 1 else {}
+        values = sample(p for p in self._leaves() if id(p) in held).values()
+        return model.hash_of(torch.cat([v.to(torch.float64) for v in values])) if values else ""
 
     def _sampled_gradients(self) -> Sample:
         return sample(parameter.grad for parameter in self._leaves())
@@ -274,6 +283,7 @@ class Observer:
         """At the entry of an optimizer's step, after its closure."""
         window = self.window
         self.begin(optimizer)
+        self.mark_before = self.mark()
         if not self.is_looking and (window.backwards or len(self.optimizers.steps) > 1):
             return
         old = self.taken
@@ -350,6 +360,7 @@ class Observer:
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
+                mark=self.mark_before,
                 rebuilt=self.optimizers.is_rebuilt(index, optimizer),
                 off=off,
                 off_at=off_at.plain(),
@@ -394,10 +405,12 @@ class Observer:
             why_not=why,
             reached=len(window.reached),
             by_hand=window.by_hand,
+            hidden=window.hidden,
             unclipped=self.unclipped(optimizer),
             at_rest=self.names_of(at_rest(optimizer)),
             factors=[
-                [[f.value(), f.site.plain(), f.loss_scale] for f in each] for each in window.factors
+                [[f.value(), f.site.plain(), f.loss_scale, f.how] for f in each]
+                for each in window.factors
             ],
             counts=window.counts,
             inputs=window.inputs,
@@ -439,6 +452,7 @@ class Observer:
                 forwards=self.forwards,
                 forward_at=self.forward_at.plain(),
                 failed=hasattr(sys, "last_value"),
+                mark=self.mark(),
             )
             self.write(end)
             if self.report is None:

@@ -117,12 +117,12 @@ class Optimizers:
         """Return leaves that optimizers hold and no module that ran has, by the script's names."""
         if model.framework(roots.all()) in ENGINES:
             return {}
-        inside = {id(p) for root in roots.all() for p in root.parameters()}
-        return {
-            self._names.get(key, f"an added tensor of shape {list(p.shape)}"): p
-            for key, p in self.held().items()
-            if key not in inside and p.requires_grad and p.is_leaf
-        }
+        inside, found = {id(p) for r in roots.all() for p in r.parameters()}, dict[str, Tensor]()
+        for key, p in self.held().items():
+            if key not in inside and p.requires_grad and p.is_leaf:
+                name = self._names.get(key, f"an added tensor of shape {list(p.shape)}")
+                found[model.unused(name, found)] = p
+        return found
 
     def membership(self, step: int, roots: model.Roots, *, complete: bool) -> Membership:
         """Return which parameters the model and the optimizers have at a step."""

@@ -92,6 +92,8 @@ class ObservedStep(EventKind):
     scale: bool
     """Whether a GradScaler scaled a loss."""
     losses: list[Any]
+    mark: str = ""
+    """Hash of some elements of all trained weights before the step; empty for one rank."""
     rebuilt: bool
     """Whether this is a new optimizer's first step, after the single step of one like it."""
     off: list[str]
@@ -140,7 +142,8 @@ class Details(EventKind):
     why_not: str
     """Why there is no reference; empty if there is one."""
     factors: list[Any]
-    """One list per micro-batch: [factor, site] of what multiplies the loss."""
+    """One list per micro-batch: [factor, site, whether it is a GradScaler's, how] of what scales
+    the loss. How: divided, times, or mean of terms where it makes a mean of a sum's terms."""
     counts: list[Any]
     """One per backward: [reduction, targets, with ignored ones] of its cross-entropy, or None.
 
@@ -166,6 +169,8 @@ class Details(EventKind):
     """Different sets of parameters that single backwards computed gradients of."""
     by_hand: bool = False
     """Whether gradients changed between the last backward and the step or the first clip."""
+    hidden: bool = False
+    """Whether a compiled function that was given a number computed a loss: it may divide by it."""
     unclipped: list[str]
     """Parameters with gradients that no call clipped, where some calls did."""
     at_rest: list[str]
@@ -202,6 +207,8 @@ class ObservedEnd(EventKind):
     forward_at: list[str]
     failed: bool
     """Whether an exception ended the process."""
+    mark: str = ""
+    """`ObservedStep.mark` of the last weights."""
 
 
 @event_kind("sharding")

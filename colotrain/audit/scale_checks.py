@@ -23,6 +23,7 @@ OWN_GRADIENT = "each rank steps with its own gradient"
 FEW_PERCENT, NEGLIGIBLE = 0.02, 1e-4
 """Relative difference of one parameter's gradient that no rounding explains, and the share of the
 whole gradient's norm below which it may."""
+NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 SUMS, OWN = ("sum", "summed"), ("none", "summed", "own")
 """Kinds of losses in `Details.counts`: those that are sums, and those the script sums itself."""
 
@@ -53,20 +54,20 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
     if len(usable) > 1 and all(each.held and is_gone(each) for each in usable):
         text = "the script takes all gradients away between backward and step"
         gradient_verdict = wrong("gradient", text, usable[0].step.site, step=usable[0].step.step)
-    if gradient_verdict.outcome == "wrong" and averages_weights(compared):
+    if gradient_verdict.outcome == "wrong" and averages_weights(evidence, compared):
         gradient_verdict = unchecked("gradient", AVERAGED)
     return [
         _worst([accumulation(each) for each in usable]),
         gradient_verdict,
         _worst([targets(each) for each in usable]),
-        update(compared, usable[-1]),
+        update(compared, next((e for e in reversed(usable) if e.details[0].lr), usable[-1])),
     ]
 
 
 def loss_scale(each: ComparedStep) -> float:
     """Return the scale of a GradScaler on the last micro-batch's loss."""
     factors = each.details[0].factors
-    return math.prod(value for value, _, is_scale in factors[-1] if is_scale) if factors else 1.0
+    return math.prod(value for value, _, is_scale, _ in factors[-1] if is_scale) if factors else 1.0
 
 
 def _worst(found: Sequence[Verdict]) -> Verdict:
@@ -235,9 +236,22 @@ def applied(own: Details) -> list[tuple[float, Site]]:
     """Return the factors that all micro-batches of a rank have, without 1 and loss scales."""
     return [
         (float(value), Site.of(site))
-        for value, site, scale in (own.factors[0] if own.factors else [])
+        for value, site, scale, _ in (own.factors[0] if own.factors else [])
         if not scale and float(value) != 1.0
     ]
+
+
+def weights_of(own: Details) -> set[Site]:
+    """Return the sites of factors that may weight a part of the loss, whatever their value.
+
+    They make a mean of a loss's terms, or multiply by a number that is written in the line.
+    """
+    return {
+        site
+        for value, plain, _, how in (own.factors[0] if own.factors else [])
+        if how != "divided" and not is_for_accumulation(value, site := Site.of(plain))
+        if how != "times" or any(near(float(text), value) for text in NUMBER.findall(site.source))
+    }
 
 
 def uniform(each: ComparedStep) -> bool:
@@ -319,31 +333,46 @@ def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]])
     """Judge a gradient that is `factor` of the mean of the micro-batches' undivided losses."""
     num, number, world = each.num // each.losses, each.step.step, each.num_losses
     name, sites = "accumulation", [site for _, site in factors]
+    weights = weights_of(each.details[0])
     by_num = [site for value, site in factors if num > 1 and near(value, 1 / num)]
     shown = f"{factor:.2f} of the mean of {num} micro-batch{'es' * (num > 1)}"
     shown += f", of {each.losses} losses each" if each.losses > 1 else ""
+    if near(factor, 1.0) and by_num and weights.issuperset(by_num):
+        why = f"{shown}, if what divides by {num} is for that, and not a part of the loss"
+        return unknown(name, why, *by_num)
     if near(factor, 1.0):
         how = f", divided by {num} at {by_num[0]}" if by_num else ""
         return ok(name, f"{shown}{how}")
+    if len(by_num) > 1 and weights.intersection(by_num):
+        why = f"{shown}: divided by {num} twice, if one of them is not a part of the loss"
+        return unknown(name, why, *by_num)
     if len(by_num) > 1:
         return wrong(name, f"{shown}: the loss is divided by {num} twice", *by_num, step=number)
     others = [(value, site) for value, site in factors if num == 1 or not near(value, 1 / num)]
-    by_ranks = [site for value, site in others if world > 1 and near(value, 1 / world)]
-    if by_ranks:
-        text = f"{shown}: divided by the number of ranks, over which gradients are averaged, too"
-        return wrong(name, text, *by_ranks, step=number)
     for value, site in others:
         if num < each.usual and near(1 / value, each.usual):
             return unknown(name, f"{shown}, divided by {each.usual}: an epoch's last?", site)
+    by_ranks = [site for value, site in others if world > 1 and near(value, 1 / world)]
+    if by_ranks and not weights.issuperset(by_ranks):
+        text = f"{shown}: divided by the number of ranks, over which gradients are averaged, too"
+        return wrong(name, text, *by_ranks, step=number)
+    for value, site in others:
         if is_for_accumulation(value, site):
             text = f"{shown}: the loss is divided by {1 / value:.0f}, a step has {num}"
             return wrong(name, text, *sites, step=number)
-    if num > 1 and not factors and each.details[0].reached > 1:
+    by_world = world > 1 and all(near(value, world) for value, _ in factors)
+    are_means = by_world and by_count(each, "mean", "none") is not None
+    is_sum = num > 1 and (are_means or not factors)
+    if is_sum and each.details[0].reached > 1:
         why = "they reach different parameters, and may be different losses"
         return unknown(name, f"{shown}: not divided; {why}", each.step.backward_at)
-    if num > 1 and not factors:
+    if is_sum and each.details[0].hidden:
+        why = "a compiled function that was given a number computes the loss, and may divide by it"
+        return unknown(name, f"{shown}: {why}", each.step.backward_at)
+    if is_sum:
         text = f"{shown}: the loss is not divided, so that a step is the sum of {num}"
-        return wrong(name, text, each.step.backward_at, step=number)
+        text += f", and is multiplied by {world}, the number of ranks" if factors else ""
+        return wrong(name, text, each.step.backward_at, *sites, step=number)
     if by_num:
         rest = math.prod(value for value, _ in others)
         return ok(name, f"{shown}; {rest:.4g} is taken for a part of the loss ({others[0][1]})")

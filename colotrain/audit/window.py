@@ -40,6 +40,15 @@ class Factor:
     site: Site
     loss_scale: bool
     """Whether this is the scale of a GradScaler, which it takes back."""
+    terms: int
+    """Number of terms whose sum the loss is."""
+
+    @property
+    def how(self) -> str:
+        """As in `Details.factors`."""
+        if self.terms > 1 and math.isclose(self.value() * self.terms, 1.0, rel_tol=EXACT):
+            return "mean of terms"
+        return "divided" if self.inverse else "times"
 
     def value(self) -> float:
         number = float(self.by)
@@ -63,6 +72,9 @@ class Window:
     set_aside: int = 0
     skips: int = 0
     unseen: bool = False
+    given_number: bool = False
+    """Whether a forward was given a number, by which it may divide its loss."""
+    hidden: bool = False
     wants_inputs: bool = False
     """Whether a forward's input is a leaf that requires a gradient."""
     by_hand: bool = False
@@ -168,6 +180,8 @@ class Origin:
     """Factors of the whole loss, the last one first."""
     count: list[Any] | None = None
     """What the loss sums, as in `Details.counts`; None: it is not known to be a sum."""
+    compiled: bool = False
+    """Whether a compiled function computed the loss, in which no factor is seen."""
 
 
 def origin_of(loss: Tensor) -> Origin:
@@ -194,7 +208,9 @@ def _origin(node: Any, number: int, budget: Iterator[int]) -> Origin:
             both = _together(*(_origin(term, place, budget) for term, place in terms))
             return Origin([*found, *both.factors], both.count)
         else:
-            return Origin(found) if summed is None else _sum_of(found, *summed)
+            if summed is not None:
+                return _sum_of(found, *summed)
+            return Origin(found, compiled="CompiledFunction" in node.name())
         node, number = node.next_functions[place]
     return Origin(found)
 
@@ -239,7 +255,22 @@ def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, s
     inputs = [following for following, _ in node.next_functions]
     operand = next((i for i, following in enumerate(inputs) if following is not None), None)
     if operand is not None:
-        node.metadata[KEY] = Factor(by, inverse, operand, site, scale)
+        terms = num_terms(loss.grad_fn)
+        node.metadata[KEY] = Factor(by, inverse, operand, site, scale, terms)
+
+
+def num_terms(node: Any) -> int:
+    """Return how many terms a node adds, through the additions before it; 0 where they are many."""
+    nodes, found = [node], 0
+    for _ in range(MOST_NODES):
+        if not nodes:
+            return found
+        node = nodes.pop()
+        if node is not None and node.name() == "AddBackward0":
+            nodes += [following for following, _ in node.next_functions if following is not None]
+        else:
+            found += 1
+    return 0
 
 
 def number(value: Any) -> float | None:

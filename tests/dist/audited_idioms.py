@@ -663,9 +663,201 @@ def averaged_weights() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 2:
-            for parameter in net.parameters():
-                dist.all_reduce(parameter.data)
-                parameter.data /= WORLD
+            average_weights(net)
+
+
+def average_weights(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= WORLD
+
+
+def averaged_seldom() -> None:
+    net = made(8, 16, 1)
+    average_weights(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == STEPS:
+            average_weights(net)
+
+
+def averaged_after_each_step() -> None:
+    net = made(8, 16, 1)
+    average_weights(net)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average_weights(net)
+
+
+def mean_of_two_terms() -> None:
+    net = wrapped(made(8, 16, 4))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            x, _ = batch()
+            one, other = net(x).chunk(2, dim=1)
+            start, end = F.cross_entropy(one, x.argmax(1) % 2), F.mse_loss(other, x[:, :2])
+            loss = (start + end) / 2
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def half_of_squares() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (0.5 * error(net)).div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def half_of_squares_each_step() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        (0.5 * error(net)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def first_step_alone() -> None:
+    net, accumulation = wrapped(made(8, 16, 1)), 2
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        (error(net) / accumulation).backward()
+        if step % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrong_means_times_ranks() -> None:
+    net = wrapped(made(8, 16, 4))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            x, _ = batch()
+            loss = F.cross_entropy(net(x), x.argmax(1) % 4) * WORLD
+            loss.backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rate_falls_to_zero() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / 2))
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(8, 16, 1)
+
+    def forward(self, x: torch.Tensor, num: torch.Tensor | None = None) -> torch.Tensor:
+        errors = (self.net(x) - x.sum(1, keepdim=True)).square()
+        return errors.mean() if num is None else errors.sum() / num
+
+
+def divided_in_compiled_model() -> None:
+    net = torch.compile(OwnLoss(), backend="aot_eager")
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [batch()[0] for _ in range(2)]
+        for x in parts:
+            net(x, torch.tensor(sum(map(len, parts)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_compiled_and_not_divided() -> None:
+    net = torch.compile(OwnLoss(), backend="aot_eager")
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            net(batch()[0]).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class WithAverage(nn.Module):
+    """A model and its moving average, which no loss reaches, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(8, 16, 1)
+        self.average = copy.deepcopy(self.net)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def moving_average_inside() -> None:
+    task = WithAverage()
+    optimizer = SGD(task.net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(task).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for own, new in zip(task.average.parameters(), task.net.parameters(), strict=True):
+                own.lerp_(new, 0.1)
+
+
+class Probe(nn.Module):
+    """A head on features that are computed without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = made(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.body(x)
+        return self.head(features)
+
+
+def probe() -> None:
+    net = Probe()
+    optimizer = SGD(net.head.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class AloneLayer(nn.Linear):
+    """A layer with an optimizer of its own, whose forward is called by its name."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.optimizer = Adam(self.parameters(), lr=0.01)
+
+    def fit(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            self.forward(x).square().mean().backward()
+            self.optimizer.step()
+        return self.forward(x).detach()
+
+
+def layer_by_layer() -> None:
+    layers = AloneLayer(8, 8), AloneLayer(8, 4)
+    x, _ = batch()
+    for layer in layers:
+        x = layer.fit(x)
 
 
 def tasks_in_turns() -> None:

@@ -25,6 +25,8 @@ NAMES = [
 ]
 ON_TWO = {
     "adversarial",
+    "averaged_after_each_step",
+    "averaged_seldom",
     "averaged_weights",
     "by_all_tokens",
     "by_hand",
@@ -32,8 +34,12 @@ ON_TWO = {
     "compressed",
     "ends_of_epochs",
     "evaluated_with_gradients",
+    "first_step_alone",
     "gan",
+    "half_of_squares",
+    "half_of_squares_each_step",
     "lbfgs",
+    "mean_of_two_terms",
     "moving_average",
     "sam",
     "returns_its_loss",
@@ -49,6 +55,7 @@ ON_TWO = {
     "two_terms_by_all_tokens",
     "wrong_averaged_twice",
     "wrong_by_all_ranks_tokens",
+    "wrong_means_times_ranks",
     "wrong_never_synced",
     "wrong_same_order",
     "wrong_criterion_outside_ddp",
@@ -60,12 +67,14 @@ WRONG = {
     "wrong_averaged_twice": ("gradient", "wrong", "divided by 2 ranks once more"),
     "wrong_by_all_ranks_tokens": ("accumulation", "wrong", "divided by those of all 2 ranks"),
     "wrong_clips_a_part": ("clipping", "cannot tell", "1.weight, 1.bias; that may be meant"),
+    "wrong_compiled_and_not_divided": ("accumulation", "wrong", "not divided"),
     "wrong_criterion_outside_ddp": ("gradient", "wrong", "its own gradient of log"),
     "wrong_frozen_by_hand": ("frozen", "cannot tell", "changes 0.0.bias between"),
     "wrong_frozen_decays": ("frozen", "wrong", "0.0.bias"),
     "wrong_frozen_statistics": ("frozen", "wrong", "running statistics of frozen BatchNorms move"),
     "wrong_gan_never_steps": ("parameters", "wrong", "never change: Sequential.0.0.bias"),
     "wrong_lbfgs_old_copy": ("parameters", "wrong", "4 parameters of another model"),
+    "wrong_means_times_ranks": ("accumulation", "wrong", "multiplied by 2, the number of ranks"),
     "wrong_new_optimizer_each_step": ("update", "wrong", "3 of 4 steps are by a new optimizer"),
     "wrong_same_order": ("data", "wrong", "the order of epoch 0"),
     "wrong_taken_away_by_hand": ("gradient", "wrong", "the script takes all gradients away"),
@@ -82,6 +91,8 @@ WRONG = {
 """Script that is wrong → the check that says so, its outcome, and what it says."""
 RIGHT = [name for name in NAMES if not name.startswith("wrong_")]
 NOT_CHECKED = {
+    "averaged_after_each_step",
+    "averaged_seldom",
     "averaged_weights",
     "by_autograd_grad",
     "by_hand",
