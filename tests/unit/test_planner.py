@@ -262,6 +262,8 @@ class TwiceInRoot(nn.Module):
             self.embed = nn.Embedding(4, 4, sparse=True)
         elif how == "lazy":
             self.embed = nn.LazyLinear(4)
+        elif how == "scripted":
+            self.embed = torch.jit.script(nn.Linear(4, 4))
         elif how == "dtypes":
             self.embed = nn.Linear(4, 4).double()
 
@@ -272,6 +274,7 @@ class TwiceInRoot(nn.Module):
         ("hook", r"register_post_accumulate_grad_hook \(layer\.weight has one"),
         ("sparse", r"embed\.weight has sparse ones"),
         ("lazy", r"embed\.weight has none yet"),
+        ("scripted", r"embed is compiled by torch\.jit"),
         ("dtypes", r"embed\.weight is float64"),
     ],
 )

@@ -62,6 +62,13 @@ def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
                 "ones)",
                 "fix": "make the embedding with sparse=False",
             }
+        if isinstance(module, torch.jit.ScriptModule) and [*module.parameters()]:
+            yield {
+                "expected": f"modules of Python ({name or 'the model'} is compiled by torch.jit, "
+                "and its parameters cannot be sharded)",
+                "fix": "leave torch.jit.script out; train.compile=true compiles what repeats",
+            }
+            return
     yield from _shares_memory(model)
     for name, module in module_tree.named_modules(model):
         if [*module.children()] != [*module_tree.children(module)]:
