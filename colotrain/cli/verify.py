@@ -63,7 +63,7 @@ def verify(
     """
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
-    from colotrain.verify.compare import Tolerance, to_json
+    from colotrain.verify.compare import Tolerance
     from colotrain.verify.runner import verify as run_cases
 
     postpone_compiler()
@@ -103,6 +103,13 @@ def verify(
             prepare_all(resolved.plan.data, progress=progress)
         with _folder_of_cases() as folder:
             results = list(run_cases(plans, folder, tolerance=limits, progress=progress))
+    return _report(results, console, as_json=as_json)
+
+
+def _report(results: Sequence[CaseResult], console: Console, *, as_json: bool) -> int:
+    """Show the results, and return the exit code that they amount to."""
+    from colotrain.verify.compare import to_json
+
     if as_json:
         print_json(to_json(results))
     else:

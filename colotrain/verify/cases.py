@@ -70,7 +70,6 @@ class Case:
                 "eval_every": None,
                 "eval_steps": 1,
                 "on_gradients": None,
-                "metrics": None,
                 "stop_early": {},
                 "on_nonfinite": "stop",  # there is no checkpoint to roll back to
             },

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colotrain.engine.step.evaluation import RESERVED
 from colotrain.records import same_fields
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS, Precision
@@ -26,6 +27,10 @@ MIXES = (
 )
 
 
+NO_MEAN = (
+    "a metric that is no mean over samples or targets depends on how a batch is cut: return "
+    "(sum, count) for it"
+)
 INITIAL_LIMIT = 1e-6
 """Largest difference of an initial value, relative to the parameter's largest: a decomposition may
 round otherwise with another number of threads."""
@@ -123,6 +128,8 @@ def compare(
         check.parameters(step + 1, tolerance)
         check.frozen(step + 1)
     check.steps()
+    for name, value in reference.evaluation.items():
+        check.evaluation(name, value, tolerance.loss)
     return CaseResult(
         plugin=plan.plugin.name,
         world_size=plan.world_size,
@@ -178,6 +185,16 @@ class _Check:
         self._measure(kind, off)
         if not off <= limit * max(1.0, abs(wanted)):
             self.differs(f"{kind} of step {step + 1}: {found[step]:.9g}, reference {wanted:.9g}")
+        return None
+
+    def evaluation(self, name: str, wanted: float, limit: float) -> None:
+        """Compare a value of the last evaluation."""
+        found = self.found.evaluation.get(name)
+        if found is None:
+            return self.differs(f"{name} of the evaluation: missing")
+        if not abs(found - wanted) <= limit * max(1.0, abs(wanted)):
+            why = "" if name == RESERVED else f" ({NO_MEAN})"
+            self.differs(f"{name} of the evaluation: {found:.9g}, reference {wanted:.9g}{why}")
         return None
 
     def gradients(self, step: int, tolerance: Tolerance) -> None:
@@ -258,7 +275,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def to_json(results: list[CaseResult]) -> dict[str, Any]:
+def to_json(results: Sequence[CaseResult]) -> dict[str, Any]:
     """The document that `verify --json` prints; all cases of a model have the same tolerance."""
     from dataclasses import asdict
 

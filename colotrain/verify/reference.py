@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain import module_tree
+from colotrain.data.prepare.prepared import Split
 from colotrain.data.read.loader import (
+    count_evaluated,
     open_samples,
     planned_collate,
     planned_draw_seed,
@@ -31,12 +33,13 @@ from colotrain.data.read.loader import (
 )
 from colotrain.dotted import described, import_target
 from colotrain.engine.model.generators import states
+from colotrain.engine.step.evaluation import RESERVED
 from colotrain.engine.step.loss_trial import MOST_SAMPLES, examine
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE, begin_training_
-from colotrain.models.objective import attach_, output_of
-from colotrain.models.outputs import loss_in, pair_in
+from colotrain.models.objective import attach_, inputs_of, output_of, outputs_alone
+from colotrain.models.outputs import loss_in, metrics_in, pair_in
 from colotrain.models.seeding import generator_of, seed_all, seeded
 from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
@@ -65,6 +68,8 @@ class Trajectory:
     """Name → value, before the first step and after each."""
     optimizer_steps: int
     frozen: frozenset[str]
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Loss and metrics of the evaluation after the last step; empty where there is none."""
     rounding: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     """Kind ("gradients" or "parameters") → step → name → error of plain torch in its own dtype."""
     draws: bool = False
@@ -154,28 +159,19 @@ def _train(
         _widen_(model)
     begin_training_(model)
     serve_signals_(model)
-    two_models = _two_models(plan, dtype)
+    two_models, batches = _two_models(plan, dtype), _Batches(plan, dtype)
     draws, seen = False, _Dtypes()
     kept = {name: buffer.clone() for name, buffer in module_tree.named_buffers(model)}
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
-    ignored = plan.train.ignore_index
-    with seeded(plan.train.seed):
-        opened = open_samples(plan.data, "train")
-        samples = MaskedSamples(opened, whole=plan.data.pairs, ignored=ignored)
-    order, size = planned_order(samples.samples, plan), plan.batch.global_batch
-    drawn, collate = planned_draw_seed(samples.samples, plan), planned_collate(plan.data)
-    read = functools.partial(read_batch, draw_seed=drawn, collate=collate)
     losses, gradients, parameters, no_mean = [], [], [_values(model, own)], ""
     if dtype is None and two_models is None:
-        first = read(samples.samples, order, range(min(MOST_SAMPLES, size)))
-        no_mean = examine(model, first).against
+        no_mean = examine(model, batches.unmasked(min(MOST_SAMPLES, batches.size))).against
     for step in range(steps):
-        batch = read(samples, order, range(step * size, (step + 1) * size))
-        batch = batch if dtype is None else _widened(batch)
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
             _add_to(optimizers, model, plan)
+        batch = batches.of(step)
         model.zero_grad(set_to_none=True)
         before = states(CPU)
         with without_dropout(model):
@@ -183,24 +179,17 @@ def _train(
                 if two_models is not None:
                     loss = two_models.mean_loss(model, batch)
                 else:
-                    loss = _own_mean_loss(model, batch, ignored)
+                    loss = _own_mean_loss(model, batch, plan.train.ignore_index)
             draws = draws or _differ(before, states(CPU))
             loss.backward()
         losses.append(loss.item())
         gradients.append(_gradients(model, own))
         if given is not None:
-            for name, parameter in module_tree.named_parameters(model):
-                mine = given.gradients[step].get(name)
-                parameter.grad = None if mine is None else mine.to(parameter.dtype)
-        if (most := plan.train.grad_clip) is not None:
-            torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), most)
-        for optimizer, lr in optimizers.values():
-            optimizer.param_groups[0]["lr"] = lr * learning_rate_factor(plan, step)
-            optimizer.step()
+            _set_gradients(model, given.gradients[step])
+        _update(plan, model, optimizers, step)
         parameters.append(_values(model, own))
         if given is not None:
-            for name, parameter in module_tree.named_parameters(model):
-                parameter.data.copy_(given.parameters[step + 1][name])
+            _set_parameters(model, given.parameters[step + 1])
     return Trajectory(
         losses=losses,
         gradients=gradients,
@@ -208,10 +197,90 @@ def _train(
         optimizer_steps=steps,
         frozen=frozenset(frozen),
         draws=draws,
-        mixes=_mixing(model, kept),
+        mixes=(mixes := _mixing(model, kept)),
+        evaluation={} if mixes or two_models is not None else _evaluate(plan, model, dtype),
         no_mean=no_mean,
         computed_in=frozenset(seen.dtypes),
     )
+
+
+@torch.no_grad()
+def _evaluate(plan: RunPlan, model: nn.Module, dtype: torch.dtype | None) -> dict[str, float]:
+    """Loss and metrics of the validation samples, all at once; empty where there are none.
+
+    Metrics are left out in half precision, where one that counts may count otherwise.
+    """
+    batches = _Batches(plan, dtype, split="validation")
+    if not plan.train.eval_steps or not len(batches.samples.samples):
+        return {}
+    batch = batches.unmasked(count_evaluated(batches.samples.samples, plan))
+    model.eval()
+    found, output = {}, output_of(model, batch)
+    for values in (output, _metrics(plan, model, batch)) if plan.train.precision == "fp32" else ():
+        for name, total, count in metrics_in(values, torch.ones(())):
+            found[name] = total.item() / (count.item() or 1.0)
+    return found | {RESERVED: _mean_loss(output).item()}
+
+
+def _metrics(plan: RunPlan, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """What `train.metrics` returns; None where there is none, and where it fails in float64."""
+    if (dotted := plan.train.metrics) is None:
+        return None
+    if plan.model.hf and plan.model.loss is None:
+        outputs = outputs_alone(model, batch)
+    else:
+        outputs = model(**inputs_of(model, batch))
+    try:
+        return import_target("train.metrics", dotted)(batch, outputs)
+    except Exception:  # it runs in the workers, whose dtypes it is made for
+        return None
+
+
+class _Batches:
+    """The global batches of a run, with floating-point tensors in `dtype` if there is one."""
+
+    def __init__(self, plan: RunPlan, dtype: torch.dtype | None, split: Split = "train") -> None:
+        with seeded(plan.train.seed):
+            opened = open_samples(plan.data, split)
+            ignored = plan.train.ignore_index
+            self.samples = MaskedSamples(opened, whole=plan.data.pairs, ignored=ignored)
+        self.plan, self.split, self.size = plan, split, plan.batch.global_batch
+        drawn, collate = planned_draw_seed(opened, plan), planned_collate(plan.data)
+        self.read = functools.partial(read_batch, draw_seed=drawn, collate=collate)
+        self.is_wide = dtype is not None
+
+    @functools.cached_property
+    def order(self) -> Any:
+        return planned_order(self.samples.samples, self.plan, self.split)
+
+    def of(self, step: int) -> dict[str, Tensor]:
+        positions = range(step * self.size, (step + 1) * self.size)
+        batch = self.read(self.samples, self.order, positions)
+        return _widened(batch) if self.is_wide else batch
+
+    def unmasked(self, num: int) -> dict[str, Tensor]:
+        """The first samples without the reference's masks."""
+        batch = self.read(self.samples.samples, self.order, range(num))
+        return _widened(batch) if self.is_wide else batch
+
+
+def _set_gradients(model: nn.Module, gradients: Tensors) -> None:
+    for name, parameter in module_tree.named_parameters(model):
+        own = gradients.get(name)
+        parameter.grad = None if own is None else own.to(parameter.dtype)
+
+
+def _set_parameters(model: nn.Module, values: Tensors) -> None:
+    for name, parameter in module_tree.named_parameters(model):
+        parameter.data.copy_(values[name])
+
+
+def _update(plan: RunPlan, model: nn.Module, optimizers: Optimizers, step: int) -> None:
+    if (most := plan.train.grad_clip) is not None:
+        torch.nn.utils.clip_grad_norm_(module_tree.parameters(model), most)
+    for optimizer, lr in optimizers.values():
+        optimizer.param_groups[0]["lr"] = lr * learning_rate_factor(plan, step)
+        optimizer.step()
 
 
 def _two_models(plan: RunPlan, dtype: torch.dtype | None) -> TwoModels | WithTeacher | None:

@@ -131,6 +131,7 @@ def _read(case: RunDir) -> Trajectory:
         into.setdefault(int(step), {})[name] = tensor
     return Trajectory(
         losses=facts["losses"],
+        evaluation=facts["evaluation"],
         gradients=[gradients.get(step, {}) for step in range(len(facts["losses"]))],
         parameters=[parameters[step] for step in sorted(parameters)],
         optimizer_steps=facts["optimizer_steps"],

@@ -25,11 +25,13 @@ from colotrain.engine.comms.process import StopRequest, connect
 from colotrain.engine.gradients import gradients
 from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state.run_state import Run
+from colotrain.engine.step.evaluation import RESERVED
 from colotrain.engine.step.participants import OnGradients
 from colotrain.engine.step.train import train
 from colotrain.engine.worker import prepare
 from colotrain.errors import ColotrainError
-from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
+from colotrain.events.event import Event
+from colotrain.events.kinds import CaseDone, Evaluation, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -178,6 +180,15 @@ def _join(pieces: dict[Index, Tensor]) -> Tensor:
     return whole
 
 
+def evaluated(events: list[Event], step: int) -> dict[str, float]:
+    """Loss and metrics of the evaluation after the last step; empty where there was none."""
+    every = [Evaluation.of(event) for event in events if event.kind == Evaluation.KIND]
+    for last in every[-1:]:
+        if last.step == step and last.loss is not None:
+            return {RESERVED: last.loss, **(last.metrics or {})} | {RESERVED: last.loss}
+    return {}
+
+
 def write(case: RunDir, recorder: Recorder, run: Run, attempts: list[int]) -> None:
     tensors: dict[str, Tensor] = {}
     for step, values in enumerate(recorder.gradients):
@@ -189,6 +200,7 @@ def write(case: RunDir, recorder: Recorder, run: Run, attempts: list[int]) -> No
     steps = [Step.of(event) for event in found if event.kind == Step.KIND]
     facts = {
         "losses": [step.loss for step in steps if step.loss is not None],
+        "evaluation": evaluated(found, run.step),
         "optimizer_steps": run.optimizer.steps,
         "frozen": sorted(run.sharded.parts.frozen),
     }

@@ -159,6 +159,23 @@ def test_a_resume_is_compared(
     assert "--steps=1: expected 2 with --resume" in capsys.readouterr().err
 
 
+def test_the_last_evaluation_is_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "tests.dist.with_metrics"
+    arguments = ["verify", f"model.target={own}:Model", f"data.target={own}:Samples"]
+    arguments += ["data.validation_fraction=0.25", "train.micro_batch=2", "--world-sizes", "2"]
+    arguments += ["--plugins", "zero1,zero3", "--freeze", "none", "--accumulation", "2"]
+    assert guarded([*arguments, f"train.metrics={own}:means"]) == 0
+    assert guarded([*arguments, f"train.metrics={own}:largest"]) == 4
+    said = capsys.readouterr().err
+    assert "largest of the evaluation" in said
+    assert "a metric that is no mean over samples" in said
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.evaluates_one_rank")
+    assert guarded(arguments) == 4
+    assert "validation_loss of the evaluation" in capsys.readouterr().err
+
+
 def test_progress_is_told_case_by_case(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--plugins", "zero1", "--world-sizes", "1", "--accumulation", "1", "--steps", "1")
     assert guarded(["verify", *SMALL, *few, "--json"]) == 0
