@@ -105,12 +105,8 @@ def cases_of(
 
 def run(model: str, optimizer: str, arguments: argparse.Namespace) -> list[CaseResult]:
     with tempfile.TemporaryDirectory() as name:
-        plans, found = list(cases_of(model, optimizer, arguments, Path(name))), list[CaseResult]()
-        # each case makes process groups, whose threads end with the processes alone
-        for number, (_, group) in enumerate(itertools.groupby(plans, key=lambda plan: plan.mesh)):
-            folder = Path(name, f"cases-{number}")
-            found += verify(list(group), folder, progress=show)
-        return found
+        plans = list(cases_of(model, optimizer, arguments, Path(name)))
+        return list(verify(plans, Path(name, "cases"), progress=show))
 
 
 def show(what: str, done: int, total: int) -> None:

@@ -24,6 +24,8 @@ from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.reference import Trajectory, along, run_reference
 
 WORKER = "colotrain.verify.worker"
+MOST_CASES = 16
+"""Cases that one set of workers trains: their process groups, with a thread each, end with it."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -40,23 +42,45 @@ def verify(
 ) -> Iterator[CaseResult]:
     """Compare each plan with its reference, in the order given within each world size.
 
-    One set of workers is launched per world size, under `folder`. Each plan's `max_steps` steps are
-    compared. `progress(what, done, total)` is called for every case.
+    Workers are launched under `folder` for at most `MOST_CASES` of one world size. Each plan's
+    `max_steps` steps are compared. `progress(what, done, total)` is called for every case.
     """
     references: dict[str, Trajectory] = {}
     done = 0
-    for world_size, of_size in groupby(sorted(plans, key=_world_size), key=_world_size):
-        group = list(of_size)
-        rundir = RunDir(folder / f"world-{world_size}")
+    for first, group in _launches(plans):
+        rundir = _launch_of(folder, group[0].world_size, first)
         _train(group, rundir, progress=partial(_shift, progress, done, len(plans)))
         for index, plan in enumerate(group):
             key = _reference_key(plan)
             if key not in references:
                 progress("reference", done + index, len(plans))
                 references[key] = run_reference(plan, steps=plan.train.max_steps)
-            found = _read(case_of(rundir, index))
+            found = _read(case_of(folder, plan.world_size, first + index))
             yield _result(plan, references[key], found, tolerance)
         done += len(group)
+
+
+def _launches(plans: Sequence[RunPlan]) -> Iterator[tuple[int, list[RunPlan]]]:
+    """Yield the plans that one set of workers trains, with the number of the first of its size."""
+    for _, of_size in groupby(sorted(plans, key=_world_size), key=_world_size):
+        every = list(of_size)
+        for first in range(0, len(every), MOST_CASES):
+            yield first, every[first : first + MOST_CASES]
+
+
+def _launch_of(folder: Path, world_size: int, first: int) -> RunDir:
+    return RunDir(folder / f"world-{world_size}-from-{first}")
+
+
+def case_of(folder: Path, world_size: int, index: int) -> RunDir:
+    """The run directory of a case, the `index`-th of its world size."""
+    first = index // MOST_CASES * MOST_CASES
+    return case_in(_launch_of(folder, world_size, first), index - first)
+
+
+def case_in(rundir: RunDir, index: int) -> RunDir:
+    """The run directory of the `index`-th case of one set of workers."""
+    return RunDir(rundir.cases / f"{index:04d}")
 
 
 def _result(
@@ -78,16 +102,12 @@ def _world_size(plan: RunPlan) -> int:
     return plan.world_size
 
 
-def case_of(rundir: RunDir, index: int) -> RunDir:
-    return RunDir(rundir.cases / f"{index:04d}")
-
-
 def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], None]) -> None:
     plans = [_without_copies(plan) for plan in plans]
     rundir.create()
     rundir.write_plan(plans[0])
     for index, plan in enumerate(plans):
-        case = case_of(rundir, index)
+        case = case_in(rundir, index)
         case.create()
         case.write_plan(plan)
     finished = 0

@@ -145,7 +145,7 @@ def export_differences(
     of two ranks, by default one of every plugin.
     """
     for index in range(len(plans or ROWS)):
-        run = runner.case_of(RunDir(cases / "world-2"), index)
+        run = runner.case_of(cases, 2, index)
         yield export_difference(family, folder, run, cases / f"exported-{index}", step=STEPS)
 
 

@@ -228,7 +228,6 @@ def first_losses(
     seeds: Sequence[int], plugins: Sequence[str], ranks: Sequence[int], folder: Path
 ) -> Iterator[tuple[int, str, int, float, str]]:
     """(seed, plugin, ranks, first loss, what `verify` says) of every case."""
-    from colotrain.rundir import RunDir
     from colotrain.runs.resolving import plan_from
     from colotrain.verify.runner import case_of, verify
 
@@ -238,7 +237,7 @@ def first_losses(
             own = f"plugin={plugin}", f"model.args.seed={seed}", f"train.seed={seed}"
             plans.append(plan_from([*SETTINGS, *own, f"cluster.procs_per_node={size}"]))
         for index, result in enumerate(verify(plans, folder)):
-            case = case_of(RunDir(folder / f"world-{size}"), index)
+            case = case_of(folder, size, index)
             loss = json.loads(case.verification_file.read_text("utf-8"))["losses"][0]
             yield (*keys[index], size, loss, result.difference or "same")
 

@@ -22,7 +22,6 @@ from colotrain.models.tensor_parallel_styles import (
     partial_parameters,
     problems_of,
 )
-from colotrain.rundir import RunDir
 from colotrain.spec.plan import AdapterPlan, ModelPlan
 from colotrain.verify import runner
 from colotrain.verify.compare import Tolerance
@@ -169,7 +168,7 @@ def test_a_hugging_face_model_trains_and_exports_as_plain_transformers_with_its_
     (result,) = runner.verify([plan], tmp_path / "cases", tolerance=Tolerance())
     assert result.passed == (mutant is None), result.difference
     if mutant is None:
-        case, to = runner.case_of(RunDir(tmp_path / "cases" / "world-2"), 0), tmp_path / "exported"
+        case, to = runner.case_of(tmp_path / "cases", 2, 0), tmp_path / "exported"
         export(case, case.plan(), to, Choice(), progress=lambda what, done, total: None)
         assert (logits_of(to) - logits_of_checkpoint(case, plan)).abs().max().item() <= 1e-5
         assert (logits_of(to) - logits_of(folder)).abs().max().item() > 1e-2, "it did not train"

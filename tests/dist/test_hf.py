@@ -88,7 +88,7 @@ def test_every_plugin_trains_and_exports_as_plain_transformers(
     assert not wrong, "\n".join(wrong)
     assert all(result.frozen_unchanged for result in results)
     for index, plan in enumerate(plans):
-        run = runner.case_of(RunDir(tmp_path / "cases" / "world-2"), index)
+        run = runner.case_of(tmp_path / "cases", 2, index)
         to = tmp_path / f"exported-{index}"
         export(run, run.plan(), to, Choice(), progress=lambda what, done, total: None)
         logits = logits_of(to)

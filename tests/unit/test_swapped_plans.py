@@ -100,7 +100,7 @@ def test_a_case_of_verify_is_the_one_that_was_written(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(plan: RunPlan, run: RunDir, **options: Any) -> tuple[int, str]:
-        swap(runner.case_of(run, 1))
+        swap(runner.case_in(run, 1))
         return worker.main(str(run.path), plan.digest, *options["case_digests"]), ""
 
     class Process:
