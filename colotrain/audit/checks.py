@@ -174,8 +174,10 @@ def other_norm(each: ComparedStep) -> tuple[str, Sequence[str]] | None:
     Several calls with one norm clip what that norm is of.
     """
     whole: dict[float, float] = {}
+    if len({len(step.clips) for step in each.steps}) > 1:
+        return None  # which calls belong together is not known
     for place, clip in enumerate(each.step.clips):
-        for name in clip["norms"]:
+        for name in clip["norms"] if clip["norm"] is not None else ():
             for ranks in each.parts_of(name):
                 own = each.steps[ranks[0]].clips[place]["norms"]
                 whole[clip["norm"]] = whole.get(clip["norm"], 0.0) + own.get(name, math.nan) ** 2

@@ -185,7 +185,7 @@ def evaluated(events: list[Event], step: int) -> dict[str, float]:
     every = [Evaluation.of(event) for event in events if event.kind == Evaluation.KIND]
     for last in every[-1:]:
         if last.step == step and last.loss is not None:
-            return {RESERVED: last.loss, **(last.metrics or {})} | {RESERVED: last.loss}
+            return {**(last.metrics or {}), RESERVED: last.loss}
     return {}
 
 
