@@ -31,7 +31,12 @@ TABLES: dict[int, Tensor] = {}
 
 @functools.lru_cache
 def cached_table(width: int) -> Tensor:
-    return torch.linspace(0.5, 1.5, width)
+    """Values from 0.5 to 1.5.
+
+    Not by `torch.linspace`: where transformers' from_pretrained was the first in a process to make
+    a model on the meta device, torch.linspace makes values there from then on.
+    """
+    return torch.arange(width) / (width - 1) + 0.5
 
 
 def kept_table(width: int) -> Tensor:
