@@ -9,7 +9,7 @@ from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
 from colotrain.records import after
 from colotrain.spec.elastic import Recovery
-from colotrain.spec.objectives import Distill
+from colotrain.spec.objectives import DPO, Distill
 from colotrain.spec.observing import Notify, TextSamples
 from colotrain.spec.plan import Freeze, Recompute, StopEarly
 from colotrain.spec.settings import (
@@ -144,14 +144,6 @@ class Adapter:
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
     """Directory in PEFT's format to start from; its rank, alpha, layers and dropout are used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DPO:
-    """Direct preference optimization."""
-
-    beta: float = 0.1
-    """How much the model is held to its reference; lower values allow more change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

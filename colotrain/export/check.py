@@ -54,6 +54,7 @@ from colotrain.export.receipt import (
 from colotrain.export.source import CheckpointTensors
 from colotrain.models.adapters import SETTINGS
 from colotrain.rundir import RunDir
+from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_seconds
 
@@ -289,17 +290,17 @@ def _request(folder: Path, kind: str, *, probe: list[list[int]] | None = None) -
 def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
     """How the reader computes the loss of a batch."""
     model = plan.model
-    if model.distill is not None:
+    if isinstance(model.objective, DistillPlan):
         notes.append("the loss of a distillation is not repeated: only outputs are compared")
         return {"kind": "none"}
-    if model.dpo_beta is not None:
+    if isinstance(model.objective, DPO):
         if model.hf is None:
             notes.append("the reference of the preferences is no directory: only outputs compared")
             return {"kind": "none"}
         path = model.adapter.path if model.adapter else None
         return {
             "kind": "dpo",
-            "beta": model.dpo_beta,
+            "beta": model.objective.beta,
             "reference": model.hf,
             "reference_adapter": path,
         }

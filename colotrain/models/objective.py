@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from colotrain.dotted import import_target
-from colotrain.models import distillation, preferences
 from colotrain.models.facts import facts_of
-from colotrain.models.loss import by_token
+from colotrain.models.objectives import distill, dpo
+from colotrain.models.objectives.base import Kept, Objective
+from colotrain.spec.objectives import DPO, DistillPlan, ObjectivePlan
 from colotrain.spec.plan import ModelPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A loss, and what the model's forward gets of a batch for it."""
+def _of(settings: ObjectivePlan) -> Objective:
+    match settings:
+        case DPO():
+            return dpo.objective(settings)
+        case DistillPlan():
+            return distill.objective(settings)
 
-    setting: str
-    loss: Callable[[Mapping[str, Tensor], Any], Any]
-    inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
-    context: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]] = lambda batch: (
-        nullcontext()
-    )
-    """Context of forward, of a batch."""
+
+def kept_of(plan: ModelPlan) -> Kept | None:
+    """What the objective needs to know of each sample before the first step; None: nothing."""
+    return None if plan.objective is None else _of(plan.objective).kept
 
 
 def attach_(model: nn.Module, plan: ModelPlan) -> None:
@@ -41,19 +41,8 @@ def attach_(model: nn.Module, plan: ModelPlan) -> None:
         taken = _taken_by(model, is_hf=plan.hf is not None)
         inputs = functools.partial(taken_from, model=model, taken=taken)
         facts_of(model).objective = Objective(f"train.loss={plan.loss}", loss, inputs)
-    elif plan.dpo_beta is not None:
-        own = functools.partial(preferences.loss_of, beta=plan.dpo_beta)
-        setting = "train.objective=dpo"
-        facts_of(model).objective = Objective(
-            setting, own, preferences.inputs_of, lambda batch: by_token()
-        )
-    elif plan.distill is not None:
-        facts_of(model).objective = Objective(
-            "train.objective=distill",
-            lambda batch, output: output,
-            distillation.inputs_of,
-            functools.partial(distillation.learning_from_teacher, plan=plan.distill),
-        )
+    elif plan.objective is not None:
+        facts_of(model).objective = _of(plan.objective)
 
 
 def objective_of(model: nn.Module) -> Objective | None:

@@ -24,10 +24,8 @@ TEACHER = "train.distill.teacher"
 
 
 def distill_plan(settings: Config, problems: list[Problem]) -> DistillPlan | None:
-    """The resolved `train.distill`; None under other objectives, and without a teacher."""
+    """The resolved `train.distill`; None without a teacher."""
     distill = settings.train.distill
-    if settings.train.objective != "distill":
-        return None
     if distill.teacher is None:
         fix = "name a Hugging Face directory"
         expected = "a teacher under train.objective=distill"
@@ -44,8 +42,8 @@ def check_distillation(
     surveys: ModelSurveys,
 ) -> Iterator[Problem]:
     """Problems of a teacher that cannot teach the model."""
-    plan, data = model.distill, settings.data
-    if plan is None:
+    plan, data = model.objective, settings.data
+    if not isinstance(plan, DistillPlan):
         return
     causal = "a causal model whose loss is computed chunk by chunk (docs/models.md)"
     if not student.chunks_loss:

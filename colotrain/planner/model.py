@@ -16,6 +16,7 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import Scale, mesh_of, touches
+from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import (
     BatchPlan,
     DataPlan,
@@ -346,10 +347,9 @@ def pass_before(
     surveys: ModelSurveys,
 ) -> Callable[[Layout], Estimate] | None:
     """Function of a rank's memory in the pass before the first step; None: no model is added."""
-    distill = model.distill
-    if distill is None:
+    distill, teacher = model.objective, teacher_of(model, train.precision)
+    if not isinstance(distill, DistillPlan) or teacher is None:
         return None
-    teacher = teacher_of(distill, train.precision)
     surveyed = surveys.survey(teacher, FreezePlan(), data.seq_len)
     traces = traces_of(surveys, teacher, FreezePlan(patterns=("*",)), data, train, scale)
 

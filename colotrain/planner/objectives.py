@@ -13,9 +13,10 @@ from colotrain.config.data import data_plan
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
 from colotrain.errors import Problem
+from colotrain.planner.distillation import distill_plan
 from colotrain.planner.scale import touches
 from colotrain.rundir import read_json
-from colotrain.spec.objectives import MaskedPlan
+from colotrain.spec.objectives import MaskedPlan, ObjectivePlan
 from colotrain.spec.plan import DataPlan
 from colotrain.spec.survey import Survey
 
@@ -29,6 +30,16 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
     return data_plan(
         settings.data, problems, pairs=pairs, masked=masked, tokens=settings.model.tokens
     )
+
+
+def objective_plan(settings: Config, problems: list[Problem]) -> ObjectivePlan | None:
+    """What the loss of `train.objective` depends on; None where the model has its own."""
+    match settings.train.objective:
+        case "dpo":
+            return settings.train.dpo
+        case "distill":
+            return distill_plan(settings, problems)
+    return None
 
 
 def stored_vocab_size(folder: str) -> int | None:

@@ -20,7 +20,6 @@ from colotrain.config.observing import check_traced_ranks, notify_plan, profile_
 from colotrain.config.schema import Config, Elastic, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import Option, SearchSpace
-from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import changed_plans, memory_warnings, with_changes
@@ -37,7 +36,12 @@ from colotrain.planner.model import (
     warn_of_data,
 )
 from colotrain.planner.model_surveys import ModelSurveys
-from colotrain.planner.objectives import plan_data, warn_of_new_rows, with_new_tokens
+from colotrain.planner.objectives import (
+    objective_plan,
+    plan_data,
+    warn_of_new_rows,
+    with_new_tokens,
+)
 from colotrain.planner.pipeline import bubble_warning, plan_stages
 from colotrain.planner.plugin import (
     PlanningContext,
@@ -292,8 +296,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         deferred_init=model.deferred_init,
         adapter=plan_adapter(settings.adapter, problems),
         loss=settings.train.loss,
-        dpo_beta=settings.train.dpo.beta if settings.train.objective == "dpo" else None,
-        distill=distill_plan(settings, problems),
+        objective=objective_plan(settings, problems),
         tp_plan=settings.mesh.tp_plan,
     )
 

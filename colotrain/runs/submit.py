@@ -24,6 +24,7 @@ from colotrain.schedulers.commands import NotInstalled
 from colotrain.schedulers.job import Job, Submitted
 from colotrain.schedulers.registry import remember, scheduler_or_default
 from colotrain.show.console import print_json
+from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.schedulers import DEFAULT
 
@@ -199,8 +200,8 @@ def _paths_outside(plan: RunPlan, volumes: tuple[str, ...]) -> Iterator[str]:
     parts = [("data.mixture", path) for part in plan.data.mixture for path in part.paths]
     paths = [*(("data.path", path) for path in plan.data.paths), *parts]
     paths += [("model.hf", plan.model.hf)] if plan.model.hf else []
-    if plan.model.distill:
-        paths += [("train.distill.teacher", plan.model.distill.teacher)]
+    if isinstance(plan.model.objective, DistillPlan):
+        paths += [("train.distill.teacher", plan.model.objective.teacher)]
     if plan.checkpoint.resume not in ("auto", "none"):
         paths += [("checkpoint.resume", plan.checkpoint.resume)]
     for key, path in paths:

@@ -41,7 +41,7 @@ ALLOWED = {
     "plugin.budget.disk_path": OFFLOAD,
     "mesh": TEXT,
     "model.target": "|".join(map(re.escape, OWN_MODELS)),
-    "model.dpo_beta": WORDS,
+    "model.objective.beta": WORDS,
     "model.deferred_init": WORDS,
     "model.tokens": TEXT,
     "model.tp_plan": TEXT,
@@ -106,7 +106,7 @@ a key has precedence over its section.
 """
 SETTINGS = {
     "model.loss": "train.loss",
-    "model.distill": "train.distill",
+    "model.objective": "train.distill",
     "model.adapter": "adapter",
     "data.paths": "data.path",
     "data.validation_paths": "data.validation_path",

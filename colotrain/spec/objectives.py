@@ -27,6 +27,14 @@ class MaskedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DPO:
+    """Direct preference optimization."""
+
+    beta: float = 0.1
+    """How much the model is held to its reference; lower values allow more change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Distill:
     """Knowledge distillation."""
 
@@ -47,3 +55,7 @@ class DistillPlan(Distill):
 
     teacher: str
     """A Hugging Face model directory, by its absolute path."""
+
+
+ObjectivePlan = DPO | DistillPlan
+"""An objective whose loss colotrain computes; each has other keys."""

@@ -15,7 +15,7 @@ from colotrain.records import from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan, MaskedPlan
+from colotrain.spec.objectives import IGNORE_INDEX, MaskedPlan, ObjectivePlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
@@ -105,10 +105,8 @@ class ModelPlan:
     adapter: AdapterPlan | None = None
     loss: str | None = None
     """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""
-    dpo_beta: float | None = None
-    """Weight of the rewards' difference in the loss of preference pairs; None: no such loss."""
-    distill: DistillPlan | None = None
-    """Distillation from a teacher; None: no such loss."""
+    objective: ObjectivePlan | None = None
+    """What colotrain computes the loss of; None: the model's forward has it, or `loss`."""
     tp_plan: dict[str, str] = field(default_factory=dict)
     """Glob on modules → how ranks divide them; empty for models that say so themselves."""
 

@@ -16,10 +16,12 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """Precision of a run → dtype of its teacher, float32 in others."""
 
 
-def teacher_of(distill: DistillPlan, precision: str) -> ModelPlan:
-    """The teacher as a model, in the run's precision."""
+def teacher_of(model: ModelPlan, precision: str) -> ModelPlan | None:
+    """The teacher as a model, in the run's precision; None under objectives without one."""
+    if not isinstance(objective := model.objective, DistillPlan):
+        return None
     args = {"dtype": DTYPES.get(precision, "float32")}
-    return ModelPlan(target="", hf=distill.teacher, args=args)
+    return ModelPlan(target="", hf=objective.teacher, args=args)
 
 
 def kept_bytes(distill: DistillPlan, *, num_samples: int, seq_len: int) -> int:

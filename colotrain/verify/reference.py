@@ -41,6 +41,7 @@ from colotrain.models.loading import WHOLE, begin_training_
 from colotrain.models.objective import attach_, inputs_of, output_of, outputs_alone
 from colotrain.models.outputs import loss_in, metrics_in, pair_in
 from colotrain.models.seeding import generator_of, seed_all, seeded
+from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import (
@@ -285,9 +286,12 @@ def _update(plan: RunPlan, model: nn.Module, optimizers: Optimizers, step: int) 
 
 def _two_models(plan: RunPlan, dtype: torch.dtype | None) -> TwoModels | WithTeacher | None:
     """The objective that needs a second model; None: the model's own loss is the objective."""
-    if plan.data.pairs:
-        return TwoModels(plan, dtype)
-    return None if plan.model.distill is None else WithTeacher(plan, dtype)
+    match plan.model.objective:
+        case DPO(beta=beta):
+            return TwoModels(plan, dtype, beta)
+        case DistillPlan():
+            return WithTeacher(plan.model.objective, dtype)
+    return None
 
 
 def _widen_(model: nn.Module) -> None:
@@ -425,10 +429,9 @@ def _values(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
 class WithTeacher:
     """The teacher beside the model that learns."""
 
-    def __init__(self, plan: RunPlan, dtype: torch.dtype | None) -> None:
-        assert plan.model.distill is not None
-        self.plan = plan.model.distill
-        teacher = ModelPlan(target="", hf=self.plan.teacher)
+    def __init__(self, plan: DistillPlan, dtype: torch.dtype | None) -> None:
+        self.plan = plan
+        teacher = ModelPlan(target="", hf=plan.teacher)
         self.teacher = build_plain(teacher, seed=0).to(dtype).eval()
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -524,9 +527,9 @@ class PlainLion(torch.optim.Optimizer):
 class TwoModels:
     """The model that trains, and the model as it began."""
 
-    def __init__(self, plan: RunPlan, dtype: torch.dtype | None) -> None:
+    def __init__(self, plan: RunPlan, dtype: torch.dtype | None, beta: float) -> None:
         self.first = build_plain(plan.model, seed=plan.train.seed).to(dtype).eval()
-        self.beta = plan.model.dpo_beta or 0.0
+        self.beta = beta
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Mean over the pairs of which both answers have a target; 0 where there are none."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.models import loss as chunked
-from colotrain.models.distillation import TEACHER, as_teacher, learning_from_teacher
 from colotrain.models.llm import LLM
 from colotrain.models.loss import Logits, cross_entropy
+from colotrain.models.objectives.distill import TEACHER, as_teacher, learning_from_teacher
 from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan
 
 ROWS, WIDTH, VOCAB = 11, 6, 17

@@ -306,7 +306,7 @@ def own_data(kind: str) -> DataPlan:
 
 
 def test_a_sample_of_the_user_s_own_keeps_its_shapes_and_types() -> None:
-    found = one_sample(own_data("tensors"))
+    found = one_sample(own_data("tensors"), MODEL)
     assert {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in found.items()} == {
         "x": ((3,), torch.float64, "meta"),
         "y": ((), torch.int64, "meta"),

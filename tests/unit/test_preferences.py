@@ -9,7 +9,7 @@ import torch
 
 from colotrain.data.prepare.conversations import CHATML, Renderer
 from colotrain.data.prepare.records import BadRecord
-from colotrain.models.preferences import loss_of
+from colotrain.models.objectives.dpo import loss_of
 
 PAIRS = Renderer(columns={}, loss_on="answers", template=CHATML, pairs=True)
 

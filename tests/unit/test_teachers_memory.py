@@ -12,7 +12,7 @@ from colotrain.planner.distillation import memory_of_pass
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate
 from colotrain.planner.traced.survey import survey, trace_micro_batch
-from colotrain.spec.objectives import DistillPlan
+from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan
 from colotrain.spec.survey import Survey, Trace
 from colotrain.spec.teacher import COPIES, PART_BYTES, kept_bytes, teacher_of
@@ -97,5 +97,8 @@ def test_what_is_written_at_once_is_bounded_and_half_precision_is_the_runs() -> 
     assert kept_bytes(plan, num_samples=3, seq_len=2048) == COPIES * 3 * row_bytes
     most = kept_bytes(plan, num_samples=10**6, seq_len=2048)
     assert most == COPIES * (PART_BYTES + row_bytes)
-    assert teacher_of(plan, "bf16").args == {"dtype": "bfloat16"}
-    assert teacher_of(plan, "fp32").args == {"dtype": "float32"}
+    for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32")):
+        teacher = teacher_of(ModelPlan(target="mine:Model", objective=plan), precision)
+        assert teacher is not None
+        assert (teacher.hf, teacher.args) == ("there", {"dtype": dtype})
+    assert teacher_of(ModelPlan(target="mine:Model", objective=DPO()), "fp32") is None

@@ -21,6 +21,7 @@ from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.teacher import teacher_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class StartingPoint:
             stored = self.copied.sizes()
         elif self.resumed is not None:
             stored = read_index(self.resumed)
-        if plan.data.pairs:
+        if plan.model.objective and teacher_of(plan.model, plan.train.precision) is None:
             return set()
         return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
 

@@ -15,9 +15,11 @@ from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
 from colotrain.models import huggingface
+from colotrain.models.objective import kept_of
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.teacher import teacher_of
 
-DATA, SAMPLES, REFERENCE, TEACHER = "data", "num_samples", "reference", "teacher"
+DATA, SAMPLES = "data", "num_samples"
 
 
 def sources_of(plan: RunPlan, shards: Sequence[Prepared], *, num_samples: int) -> dict[str, str]:
@@ -30,10 +32,9 @@ def sources_of(plan: RunPlan, shards: Sequence[Prepared], *, num_samples: int) -
         found[DATA] = identity_of(shards)
     elif num_samples != sys.maxsize:  # a stream has no length
         found[SAMPLES] = str(num_samples)
-    if plan.data.pairs and plan.model.hf is not None:
-        found[REFERENCE] = huggingface.fingerprint(Path(plan.model.hf))
-    if plan.model.distill is not None:
-        found[TEACHER] = huggingface.fingerprint(Path(plan.model.distill.teacher))
+    asked = teacher_of(plan.model, plan.train.precision) or plan.model
+    if (kept := kept_of(plan.model)) is not None and asked.hf is not None:
+        found[kept.source] = huggingface.fingerprint(Path(asked.hf))
     return found
 
 
@@ -66,13 +67,5 @@ def warnings_of(run: Run, manifest: Manifest, settings: list[str]) -> Iterator[s
     elif SAMPLES in different:
         was = f"was made with {then[SAMPLES]} samples of data.target, of which there are"
         yield f"{was} {now[SAMPLES]} now: {changed} {step + 1}; {some}"
-    if TEACHER in different:
-        yield (
-            "was made with other weights of train.distill.teacher: another teacher is learned "
-            f"from, from step {step + 1} on"
-        )
-    if REFERENCE in different:
-        yield (
-            "was made with other weights of model.hf: they are the reference from step "
-            f"{step + 1} on"
-        )
+    if (kept := kept_of(run.plan.model)) is not None and kept.source in different:
+        yield f"was made with other {kept.other.format(step=step + 1)}"

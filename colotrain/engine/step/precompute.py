@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from colotrain.data.prepare.identity import identities
 from colotrain.data.prepare.prepared import Split
@@ -32,131 +30,58 @@ from colotrain.engine.model.unchanged import unchanged
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
-from colotrain.models import distillation, huggingface, preferences
+from colotrain.models import huggingface
 from colotrain.models.loading import build_whole
-from colotrain.models.loss import by_token
+from colotrain.models.objective import kept_of
+from colotrain.models.objectives.base import Kept
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.teacher import PART_BYTES, teacher_of
 
-(UNKNOWN,) = struct.unpack("=i", struct.pack("=f", math.nan))
-"""The bits of a float NaN, as an integer: what is not known makes the loss NaN."""
 
-Rows = Callable[[Mapping[str, Tensor]], Tensor]
-"""What the model says of a batch [samples, ...]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Who says what of each sample."""
-
-    entry: str
-    """Name of it in a batch."""
-    unknown: Callable[[Tensor], Tensor]
-    """The entry of a sample with these labels of which nothing is known."""
-    depends_on: Callable[[RunPlan], Any]
-    """All that it depends on, as plain data."""
-    begin: Callable[[Run], AbstractContextManager[Rows]]
-    """All ranks must call it, and what it returns."""
-    phase: Phase
-    what: str
-    """`the teacher's {num} {split} samples`."""
-
-
-@contextmanager
-def _reference(run: Run) -> Iterator[Rows]:
-    """Log-probabilities [pairs, 2] under the run's model, which must have its first weights."""
-    model = run.sharded.module
-
-    def rows(batch: Mapping[str, Tensor]) -> Tensor:
-        run.sharded.calls.clear()
-        with by_token():
-            output = model(**preferences.inputs_of(batch))
-        return preferences.log_probs_of(batch, output)
-
-    with unchanged(model, run.device):
-        yield rows
-    reshard(run.sharded)
-
-
-def _of_reference(plan: RunPlan) -> dict[str, Any]:
-    return {
-        "model": {**to_plain(plan.model), "dpo_beta": None},
-        "directory": huggingface.fingerprint(Path(plan.model.hf)) if plan.model.hf else None,
-        "seed": plan.train.seed,
-        "precision": plan.train.precision,
-        "data": identities(plan.data),
-        "seq_len": plan.data.seq_len,
-    }
-
-
-@contextmanager
-def _teacher(run: Run) -> Iterator[Rows]:
-    """Rows [samples, seq, 2k + 1] of the teacher, which every rank holds whole meanwhile."""
-    plan = run.plan.model.distill
-    assert plan is not None
-    asked = teacher_of(plan, run.plan.train.precision)
-    teacher = build_whole(asked, seed=0).to(run.device).eval()
-
-    def rows(batch: Mapping[str, Tensor]) -> Tensor:
-        with distillation.as_teacher(plan):
-            found: Tensor = teacher(**batch)[0]
-        return found.unflatten(0, batch["labels"].shape)
-
-    yield rows
-
-
-def _of_teacher(plan: RunPlan) -> dict[str, Any]:
-    assert plan.model.distill is not None
-    teacher = teacher_of(plan.model.distill, plan.train.precision)
+def _depends_on(plan: RunPlan, kept: Kept) -> dict[str, Any]:
+    """All that the entries depend on, as plain data."""
+    teacher = teacher_of(plan.model, plan.train.precision)
+    begins = None if teacher else [plan.train.seed, plan.train.precision]
+    model = teacher or replace(plan.model, objective=None)
     data = to_plain(plan.data)
     data |= dict.fromkeys(("workers", "num_workers", "shuffle"))  # which change no sample
     return {
-        "distill": {**to_plain(plan.model.distill), "alpha": None},
-        "directory": huggingface.fingerprint(Path(str(teacher.hf))),
-        "dtype": teacher.args,
+        "model": to_plain(model),
+        "directory": huggingface.fingerprint(Path(model.hf)) if model.hf else None,
+        "begins": begins,
+        "settings": kept.settings,
         "data": [data, *identities(plan.data)],
     }
 
 
-def pass_of(plan: RunPlan) -> Pass | None:
-    """The pass that the objective needs; None: it needs none."""
-    if plan.data.pairs:
-        return Pass(
-            preferences.REFERENCE,
-            lambda labels: torch.full((len(labels),), torch.nan, dtype=torch.float64),
-            _of_reference,
-            _reference,
-            Phase.REFERENCE,
-            "log-probabilities of {num} {split} pairs under the reference, the model as the run "
-            "begins,",
-        )
-    if plan.model.distill is not None:
-        width = 2 * plan.model.distill.top_k + 1
-        return Pass(
-            distillation.TEACHER,
-            lambda labels: torch.full((len(labels), width), UNKNOWN, dtype=torch.int32),
-            _of_teacher,
-            _teacher,
-            Phase.TEACHER,
-            "the teacher's {num} {split} samples",
-        )
-    return None
-
-
 def with_precomputed(samples: Samples, plan: RunPlan, split: Split, rundir: RunDir) -> Samples:
     """The samples with what the pass before the first step says of them, if there is one."""
-    asked = pass_of(plan)
-    if asked is None:
+    kept = kept_of(plan.model)
+    if kept is None:
         return samples
-    content = json.dumps(asked.depends_on(plan), sort_keys=True)
+    content = json.dumps(_depends_on(plan, kept), sort_keys=True)
     key = hashlib.sha256(content.encode()).hexdigest()
-    folder = rundir.precomputed / f"{asked.entry}-{key[:16]}"
+    folder = rundir.precomputed / f"{kept.entry}-{key[:16]}"
     return WithPrecomputed(
-        samples, asked.entry, asked.unknown, rundir=rundir, folder=folder, split=split
+        samples, kept.entry, kept.empty, rundir=rundir, folder=folder, split=split
     )
+
+
+@contextmanager
+def _asked(run: Run) -> Iterator[nn.Module]:
+    """The model that says something of each sample. All ranks must call.
+
+    A teacher is whole on every rank meanwhile; the run's own model must have its first weights.
+    """
+    teacher = teacher_of(run.plan.model, run.plan.train.precision)
+    if teacher is not None:
+        yield build_whole(teacher, seed=0).to(run.device).eval()
+        return
+    with unchanged(run.sharded.module, run.device):
+        yield run.sharded.module
+    reshard(run.sharded)
 
 
 def precompute(run: Run) -> None:
@@ -164,8 +89,8 @@ def precompute(run: Run) -> None:
 
     A run that is asked to stop keeps what is known by then, and has a reason to stop afterwards.
     """
-    asked, plan = pass_of(run.plan), run.plan
-    if asked is None:
+    kept, plan = kept_of(run.plan.model), run.plan
+    if kept is None:
         return
     unknown: list[tuple[WithPrecomputed, list[int]]] = []
     for split, loader, positions in (
@@ -182,20 +107,22 @@ def precompute(run: Run) -> None:
         if ids := exchange.broadcast(ids):
             unknown.append((samples, ids))
             if run.rank == 0:
-                what = asked.what.format(num=len(ids), split=split)
+                what = kept.what.format(num=len(ids), split=split)
                 run.events.write(Note(text=f"{what} are computed once"))
     if unknown:
-        with torch.no_grad(), asked.begin(run) as rows:
+        with torch.no_grad(), _asked(run) as model:
             for samples, ids in unknown:
                 if run.stop.reason is None:  # the same on every rank
-                    compute(run, rows, samples, ids, asked.phase)
+                    compute(run, model, samples, ids, kept)
     dist.barrier()
     for loader in (run.train_data, run.validation_data):
         if isinstance(loader, AheadLoader):
             loader.restart()
 
 
-def compute(run: Run, rows: Rows, samples: WithPrecomputed, ids: list[int], phase: Phase) -> None:
+def compute(
+    run: Run, model: nn.Module, samples: WithPrecomputed, ids: list[int], kept: Kept
+) -> None:
     """Write the rows of this rank's part of `ids`. All ranks must call; each does as many forwards.
 
     Where a rank is asked to stop, `run.stop.reason` says so on all, and the rest are left out.
@@ -206,12 +133,13 @@ def compute(run: Run, rows: Rows, samples: WithPrecomputed, ids: list[int], phas
     for start in range(0, len(ids), size * world):
         if is_to_stop(run):
             break
-        run.at(phase)
+        run.at(kept.phase)
         first = start + run.rank * size
         own = ids[first : first + size]
         padded = (own + ids[-1:] * size)[:size]
         batch = to_device(stack([(i, samples.samples[i]) for i in padded]), run.device)
-        done, found = [*done, *own], [*found, *rows(batch).cpu()[: len(own)]]
+        run.sharded.calls.clear()
+        done, found = [*done, *own], [*found, *kept.rows(model, batch).cpu()[: len(own)]]
         if found and len(found) * found[0].nbytes >= PART_BYTES:
             samples.write(done, found)
             done, found = [], []

@@ -59,7 +59,7 @@ def first_samples(plan: RunPlan, trial: dict[str, Tensor], data: BatchLoader) ->
     """
     found = {name: tensor[:MOST_SAMPLES] for name, tensor in trial.items()}
     num = min(MOST_SAMPLES, len(data.samples))
-    is_ours = plan.data.pairs or plan.model.distill is not None  # whose loss is known
+    is_ours = plan.model.objective is not None  # whose loss is known
     if is_ours or data.batch.micro_batch > 1 or isinstance(data.samples, StreamSamples):
         return found
     try:

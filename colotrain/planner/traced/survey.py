@@ -31,7 +31,6 @@ from colotrain.engine.model.model_checks import check_dtypes, check_parameters
 from colotrain.engine.step import loss_trial
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
-from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
@@ -45,14 +44,14 @@ from colotrain.models.loading import (
     build_whole,
     leaves_init_uncalled,
 )
-from colotrain.models.objective import attach_
-from colotrain.models.preferences import REFERENCE
+from colotrain.models.objective import attach_, kept_of
 from colotrain.models.seeding import seeded
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
+from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import Exchange, LossStudy, ParameterInfo, Survey, Trace
@@ -91,7 +90,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         vocab_size=vocab_size(module),
         **positions(module),
         built_whole=not model.is_deferred,
-        uses_transformers=model.distill is not None  # its teacher is a model of transformers
+        uses_transformers=isinstance(model.objective, DistillPlan)  # whose teacher is one of them
         or any("transformers" in type(m).__module__ for m in module.modules()),
         balances_experts=task_in(module) is CAUSAL and balances_experts(module),
         batch_norms=tuple(batch_norms(module)),
@@ -285,10 +284,7 @@ def trace_micro_batch(
         divide_parameters_(module, divisions, tensors)
         apply_styles_(module, divisions, tensors)
     try:
-        sample = one_sample(data)
-        if model.distill is not None:
-            shape = (data.seq_len, 2 * model.distill.top_k + 1)
-            sample[TEACHER] = torch.empty(shape, dtype=torch.int32, device="meta")
+        sample = one_sample(data, model)
         found = trace(
             module,
             sample,
@@ -316,11 +312,11 @@ def sequence(model: ModelPlan, data: DataPlan) -> BlockSequence:
     module = build(model, seed=0) if module is None else module
     attach_(module, model)
     begin_training_(module)
-    sample = {name: tensor[None] for name, tensor in one_sample(data).items()}
+    sample = {name: tensor[None] for name, tensor in one_sample(data, model).items()}
     return find_sequence(module, sample)
 
 
-def one_sample(data: DataPlan) -> dict[str, Tensor]:
+def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
     """The tensors of one sample, without storage; for a user's dataset those of the first.
 
     Raises `ConfigError` for a dataset that is empty or whose samples are not dicts of tensors.
@@ -337,8 +333,8 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
         sample[DOCUMENT_IDS] = tokens.clone()
     if data.marks_padding and data.packing != "stream":
         sample[PADDING_MASK] = tokens.clone()
-    if data.pairs:
-        sample[REFERENCE] = torch.empty(2, dtype=torch.float64, device="meta")
+    if (kept := kept_of(model)) is not None:
+        sample[kept.entry] = kept.empty(tokens, device="meta")
     return sample
 
 

@@ -64,7 +64,7 @@ def cross_check(plan: RunPlan) -> dict[str, Any]:
     if plan.optim.name not in played:
         expected = f"one of {', '.join(played)} under --trace"
         raise _cannot("optim.name", plan.optim.name, expected)
-    sample = one_sample(plan.data)
+    sample = one_sample(plan.data, plan.model)
     ours = _by_plan(plan, sample)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,19 +13,52 @@ log-probabilities, and those of the log-probability of all others.
 from __future__ import annotations
 
 import functools
+import math
+import struct
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from colotrain.models.loss import Logits, computing, exact_dtype, in_chunks, rows_at_once, shape_
+from colotrain.models.objectives.base import Kept, Objective
+from colotrain.records import to_plain
 from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan
+from colotrain.spec.phases import Phase
 
 TEACHER = "teacher"
 """Entry of a batch with the teacher's rows."""
+(UNKNOWN,) = struct.unpack("=i", struct.pack("=f", math.nan))
+"""The bits of a float NaN, as an integer."""
+
+
+def objective(plan: DistillPlan) -> Objective:
+    kept = Kept(
+        entry=TEACHER,
+        shape=lambda labels: (*labels, 2 * plan.top_k + 1),
+        unknown=torch.tensor(UNKNOWN, dtype=torch.int32),
+        rows=functools.partial(rows_of_teacher, plan=plan),
+        settings=to_plain(plan) | {"alpha": None},
+        phase=Phase.TEACHER,
+        what="the teacher's {num} {split} samples",
+        source="teacher",
+        other="weights of train.distill.teacher: another teacher is learned from, from step "
+        "{step} on",
+    )
+    context = functools.partial(learning_from_teacher, plan=plan)
+    return Objective(
+        "train.objective=distill", lambda batch, output: output, inputs_of, context, kept
+    )
+
+
+def rows_of_teacher(model: nn.Module, batch: Mapping[str, Tensor], *, plan: DistillPlan) -> Tensor:
+    """Rows [samples, seq, 2k + 1] of the teacher, whose probabilities are kept."""
+    with as_teacher(plan):
+        found: Tensor = model(**batch)[0]
+    return found.unflatten(0, batch["labels"].shape)
 
 
 def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:

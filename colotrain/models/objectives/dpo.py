@@ -6,18 +6,45 @@ A batch has `input_ids` and `labels` [pairs, 2, seq], the chosen answers first, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from colotrain.models.loss import by_token
+from colotrain.models.objectives.base import Kept, Objective
 from colotrain.models.outputs import pair_in
-from colotrain.spec.objectives import IGNORE_INDEX
+from colotrain.spec.objectives import DPO, IGNORE_INDEX
+from colotrain.spec.phases import Phase
 
 REFERENCE = "reference_log_probs"
 """Entry of a batch with the reference's log-probabilities, float64."""
+
+
+def objective(settings: DPO) -> Objective:
+    kept = Kept(
+        entry=REFERENCE,
+        shape=lambda labels: (labels[0],),
+        unknown=torch.tensor(torch.nan, dtype=torch.float64),
+        rows=reference_of,
+        settings={},
+        phase=Phase.REFERENCE,
+        what="log-probabilities of {num} {split} pairs under the reference, the model as the run "
+        "begins,",
+        source="reference",
+        other="weights of model.hf: they are the reference from step {step} on",
+    )
+    loss = functools.partial(loss_of, beta=settings.beta)
+    return Objective("train.objective=dpo", loss, inputs_of, lambda batch: by_token(), kept)
+
+
+def reference_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Log-probabilities [pairs, 2] under `model`."""
+    with by_token():
+        return log_probs_of(batch, model(**inputs_of(batch)))
 
 
 def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The built-in objectives: a module and a row of `models.objective` each."""

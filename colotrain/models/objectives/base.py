@@ -1,0 +1,60 @@
+"""What an objective is: a loss, and what a model says of each sample before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.spec.phases import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An entry of samples that a model computes before the first step (`engine.step.precompute`).
+
+    The model is the objective's teacher (`spec.teacher`), or the one that trains, as it begins.
+    """
+
+    entry: str
+    """Name of it in a batch."""
+    shape: Callable[[torch.Size], tuple[int, ...]]
+    """Its shape for a sample with labels of this one."""
+    unknown: Tensor
+    """What fills it where it is not known: then the loss is NaN. Its dtype is the entry's."""
+    rows: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+    """What a model says of a batch [samples, ...]."""
+    settings: dict[str, Any]
+    """The objective's settings that change it."""
+    phase: Phase
+    what: str
+    """`the teacher's {num} {split} samples`."""
+    source: str
+    """Kind of source under which checkpoints know the model's weights."""
+    other: str
+    """What other weights of it mean for a run that goes on before step `{step}`."""
+
+    def empty(self, labels: Tensor, *, device: str = "cpu") -> Tensor:
+        """The entry of a sample with these labels of which nothing is known."""
+        return torch.full(
+            self.shape(labels.shape), self.unknown.item(), dtype=self.unknown.dtype, device=device
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss, and what the model's forward gets of a batch for it."""
+
+    setting: str
+    loss: Callable[[Mapping[str, Tensor], Any], Any]
+    inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
+    context: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]] = lambda batch: (
+        nullcontext()
+    )
+    """Context of forward, of a batch."""
+    kept: Kept | None = None
+    """What the loss needs that another model, or the model before, says of a sample."""
