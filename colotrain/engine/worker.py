@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from colotrain.engine.model.precision import LossScale
 from colotrain.engine.model.probes import own_log
 from colotrain.engine.offload import page_locked
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
+from colotrain.engine.sharding.grouping import NUM_FORWARDS
 from colotrain.engine.state.choosing import StartingPoint
 from colotrain.engine.state.run_state import Run, Stop, Targets
 from colotrain.engine.state.saving import Saver
@@ -38,7 +40,7 @@ from colotrain.engine.step.inputs import first_micro_batch, import_targets, open
 from colotrain.engine.step.precompute import precompute
 from colotrain.engine.step.recording import record_failure, record_peak_flops
 from colotrain.engine.step.statistics import describe_parameters
-from colotrain.engine.step.targets import agree_on_targets
+from colotrain.engine.step.targets import agree_on_targets, first_samples
 from colotrain.engine.step.train import train
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
@@ -145,6 +147,9 @@ def build_sharded(
         comms=Groups(plan.ranks, plan.cluster.device),
         model=model,
         trial=trial,
+        samples=partial(
+            first_samples, plan, trial or {}, data[0], most=NUM_FORWARDS, enough=NUM_FORWARDS
+        ),
         tell=lambda text: events.write(Note(text=text)),
         step=start.step,
         given=start.names_to_restore(plan),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +106,64 @@ def test_why_most_of_a_model_is_gathered_at_once_is_told(
     grouping.find_groups(model(), chunk_bytes=None, batch=batch, tell=told.append)
     assert len(told) == (says is not None)
     assert (says or "") in "".join(told)
+
+
+class Deciding(Alone):
+    """Leaves layers out, or runs them in another order, as `decides` says."""
+
+    def __init__(self, decides: Callable[[int], bool] | None) -> None:
+        super().__init__()
+        self.decides = decides
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        layers = list(self.layers)
+        if self.decides is None:
+            random.shuffle(layers)
+        for number, layer in enumerate(layers):
+            if self.training and self.decides is not None and self.decides(number):
+                continue
+            x = layer(x)
+        return x
+
+
+DECIDE: dict[str, Callable[[int], bool] | None] = {
+    "a rare number of torch": lambda n: bool(torch.rand([]) < 1e-4),
+    "a rare number on the CPU": lambda n: torch.rand(1, device="cpu").item() < 1e-4,
+    "a rare number of Python": lambda n: random.random() < 1e-4,
+    "numbers of Python": lambda n: random.uniform(0, 1) < 0.3,
+    "numbers of numpy": lambda n: np.random.rand() < 0.3,
+    "Bernoulli": lambda n: bool(torch.bernoulli(torch.tensor(0.3)).item()),
+    "the last layer alone": lambda n: n == 3 and random.random() > 1 - 1e-4,
+    "the order": None,
+}
+
+
+@pytest.mark.parametrize("decides", DECIDE)
+def test_layers_that_run_as_random_numbers_decide_are_no_groups(decides: str) -> None:
+    batch = {name: torch.stack([s[name] for s in difficult.samples(2)]) for name in ("x", "kind")}
+    batch["target"] = torch.zeros(2, dtype=torch.long)
+    model, steady = Deciding(DECIDE[decides]), Deciding(lambda n: False)
+    states = torch.get_rng_state(), random.getstate()
+    assert grouping.find_groups(model, chunk_bytes=None, batch=batch) == []
+    assert len(grouping.find_groups(steady, chunk_bytes=None, batch=batch)) == 4
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
+def test_layers_that_run_as_another_sample_decides_are_no_groups() -> None:
+    class Exits(Alone):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x if x.sum().item() > 1e6 else layer(x)
+            return x
+
+    rows = [s | {"target": torch.zeros((), dtype=torch.long)} for s in difficult.samples(5)]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    assert len(grouping.find_groups(Exits(), chunk_bytes=None, batch=batch)) == 4
+    other = batch | {"x": batch["x"].clone()}
+    other["x"][4] = 1e7
+    found = grouping.find_groups(Exits(), chunk_bytes=None, batch=batch, samples=lambda: other)
+    assert found == []
 
 
 def test_building_a_model_on_paper_does_not_load_the_compiler() -> None:

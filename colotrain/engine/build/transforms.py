@@ -63,6 +63,8 @@ class Build:
     model: nn.Module
     trial: dict[str, Tensor] | None
     """The first micro-batch, on rank 0: others' forwards may behave differently."""
+    samples: Callable[[], dict[str, Tensor]] | None = None
+    """On rank 0: reads samples for forwards that look at values."""
     tell: Callable[[str], None]
     """Writes a note for the user."""
     step: int = 0
@@ -138,6 +140,7 @@ def agree_on_groups(build: Build) -> None:
             model,
             chunk_bytes=plan.plugin.chunk_bytes,
             batch=build.trial,
+            samples=build.samples,
             kind=lambda name: stays_gathered(name, plan.plugin),
             split=plan.plugin.split_blocks,
             tell=build.tell if is_gathered(plan) else None,

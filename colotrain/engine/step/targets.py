@@ -52,15 +52,22 @@ def agree_on_targets(
     return nominal, exchange.broadcast_tensors(samples)
 
 
-def first_samples(plan: RunPlan, trial: dict[str, Tensor], data: BatchLoader) -> dict[str, Tensor]:
-    """Return a few samples of the first micro-batch, or where that is one, of the data.
+def first_samples(
+    plan: RunPlan,
+    trial: dict[str, Tensor],
+    data: BatchLoader,
+    *,
+    most: int = MOST_SAMPLES,
+    enough: int = 2,
+) -> dict[str, Tensor]:
+    """Return a few samples of the first micro-batch, or where these are not enough, of the data.
 
     A stream is not read beyond its first micro-batch; samples of several shapes are left out.
     """
-    found = {name: tensor[:MOST_SAMPLES] for name, tensor in trial.items()}
-    num = min(MOST_SAMPLES, len(data.samples))
+    found = {name: tensor[:most] for name, tensor in trial.items()}
+    num = min(most, len(data.samples))
     is_ours = plan.model.objective is not None  # whose loss is known
-    if is_ours or data.batch.micro_batch > 1 or isinstance(data.samples, StreamSamples):
+    if is_ours or data.batch.micro_batch >= enough or isinstance(data.samples, StreamSamples):
         return found
     try:
         return read_batch(
