@@ -80,7 +80,11 @@ class Layers(nn.Module):
             first = input_ids[..., None]
         if self.way == "scales before":
             x = x * self.scale
+        if self.way == "chances":
+            x = x * torch.rand(1, device="cpu").item()
         for index, layer in enumerate(self.layers):
+            if self.way == "drops" and index and random.random() < 1e-4:
+                continue
             before, x = x, layer(x) if self.way != "tells layers" else layer(x, first.detach())
             if self.way == "adds between":
                 x = x + before
@@ -116,6 +120,8 @@ class Layers(nn.Module):
         ),
         ("scores a layer", "what layers.0.weight gives reaches the loss beside the blocks"),
         ("scores a norm", "embed.1.weight is used before the blocks and in the loss"),
+        ("drops", "random numbers are drawn on the host between layers.0 and layers.1"),
+        ("chances", "random numbers are drawn on the host before layers.0"),
         ("normalizes", "it has buffers that checkpoints keep (head.1.running_mean)"),
         ("repeats", "layers.1 is called more than once"),
         ("keeps buffers", "it has buffers that checkpoints keep (layers.1.seen)"),
