@@ -26,11 +26,11 @@ from colotrain.engine.comms.agreement import check_alike
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.comms.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.gradients import gradients
+from colotrain.engine.model.block_calls import NUM_FORWARDS
 from colotrain.engine.model.precision import LossScale
 from colotrain.engine.model.probes import own_log
 from colotrain.engine.offload import page_locked
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
-from colotrain.engine.sharding.grouping import NUM_FORWARDS
 from colotrain.engine.state.choosing import StartingPoint
 from colotrain.engine.state.run_state import Run, Stop, Targets
 from colotrain.engine.state.saving import Saver

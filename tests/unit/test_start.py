@@ -150,6 +150,21 @@ def test_layers_that_run_as_random_numbers_decide_are_no_groups(decides: str) ->
     assert states[1] == random.getstate()
 
 
+def test_a_forward_with_fake_tensors_shows_groups_without_a_real_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = torch.linspace(0, 1, difficult.WIDTH)
+
+    class Reads(Alone):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            return super().features(x + table)
+
+    monkeypatch.setattr(grouping, "LARGEST_REAL_TRIAL_BYTES", 0)
+    batch = {name: torch.stack([s[name] for s in difficult.samples(2)]) for name in ("x", "kind")}
+    batch["target"] = torch.zeros(2, dtype=torch.long)
+    assert len(grouping.find_groups(Reads(), chunk_bytes=None, batch=batch)) == 4
+
+
 def test_layers_that_run_as_another_sample_decides_are_no_groups() -> None:
     class Exits(Alone):
         def features(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,9 +37,3 @@ def set_generators(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
-
-
-def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether nothing was drawn between two calls of `generators`."""
-    arrays = np.array_equal(one[2][1], other[2][1]) and one[2][2:] == other[2][2:]
-    return torch.equal(one[0], other[0]) and one[1] == other[1] and arrays

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
-from colotrain.data.read.draws import generators, same_generators
+from colotrain.engine.model.block_calls import WITHOUT_VALUES, without_storage
+from colotrain.engine.model.generators import drawn_on_host
 from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_bytes
-from colotrain.engine.sharding.grouping import WITHOUT_VALUES, without_storage
 from colotrain.errors import message_of
 from colotrain.forked import in_fork
 from colotrain.models.objective import output_of
@@ -157,7 +157,7 @@ class _Trial(TorchFunctionMode):
         """Whether a block is running."""
         self.running: list[str] = []
         """Names of the modules that are running, the innermost last."""
-        self.drawn = generators()
+        self.drawn = drawn_on_host()
         """State of the host's generators as the last block ended."""
         self.before: dict[str, None] = {}
         self.after: dict[str, None] = {}
@@ -181,7 +181,7 @@ class _Trial(TorchFunctionMode):
             p for name in self.names for p in module_tree.parameters(self.model.get_submodule(name))
         )
         self.one_stage.inside.update(map(storage_id, inside))
-        self.drawn = generators()
+        self.drawn = drawn_on_host()
         with self.one_stage, self:
             output = output_of(self.model, batch)
         if len(self.called) != len(self.names):
@@ -228,7 +228,7 @@ class _Trial(TorchFunctionMode):
         origin = self.one_stage.origin_of((args[1:], kwargs)) if self.called else None
         if origin is not None:
             raise NoSequence(f"{name} takes what {origin} gives beside what the block before gives")
-        if not same_generators(self.drawn, generators()):
+        if drawn_on_host() != self.drawn:
             where = f"between {self.called[-1]} and {name}" if self.called else f"before {name}"
             raise NoSequence(f"random numbers are drawn on the host {where}")
         self.called.append(name)
@@ -237,7 +237,7 @@ class _Trial(TorchFunctionMode):
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.inside = False
-        self.drawn = generators()
+        self.drawn = drawn_on_host()
         first = output[0] if isinstance(output, tuple) and output else output
         rest = output[1:] if isinstance(output, tuple) else ()
         if not isinstance(first, Tensor) or any(other is not None for other in rest):

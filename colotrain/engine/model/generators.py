@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colotrain.torch_internals import without_modes
+
 
 def states(device: torch.device) -> dict[str, Tensor]:
     """Return the state of this rank's generators as tensors that a checkpoint can hold."""
@@ -40,3 +42,13 @@ def set_states(device: torch.device, own: dict[str, Tensor]) -> None:
         )
     if device.type == "cuda" and ".cuda" in own:
         torch.cuda.set_rng_state(own[".cuda"], device)
+
+
+def drawn_on_host() -> tuple[Any, ...]:
+    """Return the state of the host's generators: an equal one tells that nothing was drawn.
+
+    Where tensors are fake, torch's state would be a fake tensor.
+    """
+    with without_modes():
+        own = torch.get_rng_state().numpy().tobytes()
+    return own, random.getstate(), repr(np.random.get_state(legacy=False))

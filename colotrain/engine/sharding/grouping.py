@@ -7,23 +7,23 @@ parameters. A trial forward finds such modules.
 
 from __future__ import annotations
 
-import copy
-import random
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
-from colotrain.data.read.draws import generators, same_generators
-from colotrain.engine.model.changed_inputs import CHANGING, when_inputs_change
+from colotrain.engine.model.block_calls import (
+    WITHOUT_VALUES,
+    Calls,
+    calls_with_values,
+    calls_without_values,
+    kinds_of,
+)
+from colotrain.engine.model.changed_inputs import CHANGING
 from colotrain.engine.model.model_blocks import (
     Block,
     Group,
@@ -34,13 +34,10 @@ from colotrain.engine.model.model_blocks import (
 )
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.forked import in_fork
-from colotrain.models.objective import inputs_of
-from colotrain.models.seeding import seeded
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.packing import Unit, pack
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS
-from colotrain.torch_internals import FakeTensorMode, tree_leaves
 
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
 LARGE_SHARE = 0.5
@@ -173,7 +170,7 @@ def reasons_against(
     """
     names = [name for name, _ in blocks]
     for mode in WITHOUT_VALUES:
-        calls, changing = in_fork(partial(_without_values, model, blocks, batch, mode))
+        calls, changing = in_fork(partial(calls_without_values, model, blocks, batch, mode))
         if calls is not None:
             CHANGING.update(module for name, module in blocks if name in changing)
             return {name: why for name in names if (why := _against(name, calls))}
@@ -181,7 +178,7 @@ def reasons_against(
     if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
         return dict.fromkeys(names, "are in a model whose forward does not run without values")
     batch = batch if samples is None else samples()
-    calls = _trial(copy.deepcopy, model, blocks, batch, mode=torch.device("cpu"), with_values=True)
+    calls = calls_with_values(model, blocks, batch)
     if calls is None:
         return dict.fromkeys(names, "are in a model whose forward failed with one sample")
     regular = _regular(blocks, calls)
@@ -189,34 +186,6 @@ def reasons_against(
 
 
 IRREGULAR = "are called as values decide, or not once each"
-NUM_FORWARDS = 12
-"""Forwards of a model that draws random numbers, or looks at the values of its samples."""
-MOST_SECONDS = 10.0
-"""Seconds after which none of these begins."""
-WITHOUT_VALUES: tuple[Callable[[], Any], ...] = (
-    partial(torch.device, "meta"),
-    partial(FakeTensorMode, allow_non_fake_inputs=True),
-)
-"""Modes in which a forward runs without values. Fake tensors, which load torch's compiler, are
-rarely needed. Each mode needs a fork of its own: what is kept in one is of no use to the next."""
-
-
-def _without_values(
-    model: nn.Module, blocks: list[Block], batch: dict[str, Tensor], mode: Callable[[], Any]
-) -> tuple[Calls | None, set[str]]:
-    """Return what `_trial` finds, and the names of the blocks that change their inputs."""
-    calls = _trial(without_storage, model, blocks, batch, mode=mode())
-    return calls, {name for name, module in blocks if module in CHANGING}
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """What a trial found of blocks that it called, by name."""
-
-    shapes: dict[str, list[Any]]
-    """Shape of the first input of each call in one forward."""
-    unsteady: frozenset[str]
-    """Blocks that other random numbers, or another sample, call in another way."""
 
 
 def _against(name: str, calls: Calls) -> str:
@@ -229,12 +198,8 @@ def _against(name: str, calls: Calls) -> str:
     return "" if num == 1 else f"are called {num} times" if num else "are not called"
 
 
-def _kinds(blocks: list[Block]) -> dict[str, Any]:
-    return {name: (name.rpartition(".")[0], type(module)) for name, module in blocks}
-
-
 def _regular(blocks: list[Block], calls: Calls) -> set[str]:
-    kinds = _kinds(blocks)
+    kinds = kinds_of(blocks)
     shapes: dict[Any, set[Any]] = {}
     for name, seen in calls.shapes.items():
         shapes.setdefault(kinds[name], set()).update(seen)
@@ -246,159 +211,3 @@ def _regular(blocks: list[Block], calls: Calls) -> set[str]:
     size = Counter(kinds.values())
     good = {kind for kind in size if alone[kind] == size[kind] and len(shapes[kind]) == 1}
     return {name for name, kind in kinds.items() if kind in good}
-
-
-def _unsteady(blocks: list[Block], forwards: list[list[str]]) -> frozenset[str]:
-    """Return the blocks whose calls differ between forwards, with all others of their kind."""
-    kinds, first = _kinds(blocks), forwards[0]
-    found: set[Any] = set()
-    for other in forwards[1:]:
-        counts, others = Counter(first), Counter(other)
-        found |= {kinds[name] for name in kinds if counts[name] != others[name]}
-        steady = [[n for n in names if kinds[n] not in found] for names in (first, other)]
-        if steady[0] != steady[1]:
-            found |= {kinds[name] for name in first}
-    return frozenset(name for name, kind in kinds.items() if kind in found)
-
-
-def without_storage(thing: Any) -> Any:
-    """Copy a model or a batch, with empty tensors made under the active torch mode."""
-    if isinstance(thing, dict):
-        return {name: _empty_like(tensor) for name, tensor in thing.items()}
-    memo: dict[int, Any] = {}
-    for parameter in module_tree.parameters(thing):
-        memo[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
-    for buffer in module_tree.buffers(thing):
-        memo[id(buffer)] = _empty_like(buffer)
-    return copy.deepcopy(thing, memo)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-
-def _trial(
-    make_copy: Callable[[Any], Any],
-    model: nn.Module,
-    blocks: list[Block],
-    batch: dict[str, Tensor],
-    *,
-    mode: Any,
-    with_values: bool = False,
-) -> Calls | None:
-    """Return how forwards call the blocks; None where a forward does not run.
-
-    Blocks whose parameters are used outside their calls, and those that a backward within forward
-    reaches, in training or evaluation, are left out.
-    Blocks that change their inputs in place are put into CHANGING.
-    """
-    seen: list[tuple[str, Any]] = []
-
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            first = args[0] if args else None
-            seen.append((name, tuple(first.shape) if isinstance(first, Tensor) else None))
-
-        return hook
-
-    size = min((len(t) for t in batch.values() if t.ndim), default=1) if with_values else 1
-
-    def run(number: int) -> list[str]:
-        seen.clear()
-        uses.running.clear()
-        own = slice(number % size, number % size + 1) if with_values else slice(None)
-        some = {name: tensor[own] if tensor.ndim else tensor for name, tensor in batch.items()}
-        trial(**make_copy(inputs_of(model, some)))
-        return [name for name, _ in seen]
-
-    try:
-        with torch.no_grad(), mode:
-            trial = make_copy(model)
-            uses = UsesOutside((name, trial.get_submodule(name)) for name, _ in blocks)
-            for name, module in blocks:
-                block = trial.get_submodule(name)
-                block.register_forward_pre_hook(note(name))
-                block.register_forward_hook(partial(uses.note_backward, name))
-                when_inputs_change(block, partial(CHANGING.add, module))
-            with uses, seeded(0):
-                before = generators()
-                forwards = [run(0)]
-                draws = not same_generators(before, generators())
-            calls = {name: [shape for n, shape in seen if n == name] for name, _ in blocks}
-            end = time.monotonic() + MOST_SECONDS
-            for number in range(1, NUM_FORWARDS if draws or size > 1 else 1):
-                if time.monotonic() > end:
-                    break
-                with suppress(Exception), uses, seeded(number), _extreme(number):
-                    forwards.append(run(number))
-            with suppress(Exception), uses, seeded(0):  # evaluation may have other uses outside
-                trial.eval()
-                run(0)
-    except Exception:  # whatever a user's forward raises: training will raise it again
-        return None
-    calls = {name: shapes for name, shapes in calls.items() if name not in uses.found}
-    return Calls(shapes=calls, unsteady=_unsteady(blocks, forwards))
-
-
-def _extreme(number: int) -> AbstractContextManager[Any]:
-    """Let the first two repetitions draw the least and the largest numbers from 0 to 1."""
-    values = {1: 0.0, 2: 1.0 - 2.0**-20}
-    return Drawing(values[number]) if number in values else nullcontext()
-
-
-class Drawing(TorchFunctionMode):
-    """Lets uniform numbers be `value`: a layer that any draw leaves out is left out, or runs."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value = value
-
-    def __enter__(self) -> Any:
-        self.python, random.random = random.random, lambda: self.value
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        random.random = self.python
-        super().__exit__(*error)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found.fill_(self.value) if func in (torch.rand, torch.rand_like) else found
-
-
-class UsesOutside(TorchFunctionMode):
-    """Finds blocks whose parameters are used in a computation while the block is not running, and
-    blocks that a backward reaches."""
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.running: Counter[str] = Counter()
-        self.blocks_of: dict[Tensor, list[str]] = {}
-        for name, block in blocks:
-            block.register_forward_pre_hook(partial(self._run, name, 1), prepend=True)
-            block.register_forward_hook(partial(self._run, name, -1))
-            for parameter in module_tree.parameters(block):
-                self.blocks_of.setdefault(parameter, []).append(name)
-
-    def _run(self, name: str, change: int, *_: Any) -> None:
-        self.running[name] += change
-
-    def note_backward(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Find the block if a backward comes to an output of it: the trial itself calls none."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self.found.add(name))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        used = [
-            name
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, nn.Parameter)
-            for name in self.blocks_of.get(leaf, ())
-            if not self.running[name]
-        ]
-        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            self.found.update(used)  # a dtype, say, can be asked for anywhere
-        return result
