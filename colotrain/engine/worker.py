@@ -222,7 +222,14 @@ def assemble(
     run.saver.beat = lambda: run.at(run.phase)
     if isinstance(samples, StreamSamples):
         samples.beat = run.saver.beat
+        samples.ended = partial(tell_end, run) if rank == 0 else samples.ended
     return run
+
+
+def tell_end(run: Run, num_samples: int) -> None:
+    """Say that the stream of `data.target` has ended."""
+    text = f"the stream of data.target ended after {num_samples} samples: it begins again"
+    run.events.write(Note(step=run.step + 1, text=text))
 
 
 def announce(run: Run, attempt: int) -> None:

@@ -414,6 +414,22 @@ def test_passing_over_samples_of_a_stream_gives_signs_of_life() -> None:
     assert len(beats) >= 50
 
 
+def test_the_end_of_a_stream_is_told_once_and_it_begins_again() -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    samples, told = StreamSamples(Stream(), Stream), []
+    samples.ended = told.append
+    assert [samples[index] for index in range(3)] == [0, 1, 2]
+    assert told == []
+    assert [samples[index] for index in range(3, 10)] == [0, 1, 2, 0, 1, 2, 0]
+    assert told == [3]
+
+
 def test_an_evaluation_reads_each_position_once_in_as_many_micro_batches_on_every_rank() -> None:
     for _ in range(100):
         batch = batch_of(*(random.randint(1, 4) for _ in range(3)))

@@ -105,6 +105,8 @@ class StreamSamples:
         self.beat: Callable[[], None] = lambda: None
         """Called regularly while samples are skipped, as after a resume, so that this long wait is
         not taken for a hang."""
+        self.ended: Callable[[int], None] = lambda num: None
+        """Called once, with the number of samples, when the stream has ended for the first time."""
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -127,6 +129,9 @@ class StreamSamples:
                 sample = next(self._iterator)
                 self._next += 1
                 return sample
+            if self._next:
+                self.ended(self._next)
+                self.ended = lambda num: None
         raise ConfigError([Problem(key="data.target", expected="a stream with a sample in it")])
 
     def _as_it_is(self) -> Iterator[Any]:

@@ -261,12 +261,13 @@ class ForwardWatch:
                 raise made_in_forward(name)
         if (size := _num_entries(root)) == self.size:
             return
-        self.size, names = size, {name for _, _, name, _ in self.owners}
+        names = {name for _, _, name, _ in self.owners}
         for prefix, module in module_tree.named_modules(root):
             for key, parameter in module._parameters.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if parameter is not None and name not in names:
                     raise made_in_forward(name)
+        self.size = size  # only now: a trial may take the error for its own
 
     def _watch_unsharded(self, index: int, whole: nn.Parameter) -> None:
         if type(whole) is nn.Parameter:
