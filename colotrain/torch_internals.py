@@ -9,12 +9,15 @@ one, in the fork server, and no worker could then use it. Written against torch 
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.library import Library
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorms
@@ -56,7 +59,10 @@ try:
     """Context in which in-place changes of tensors do not count for autograd."""
     interpolate, interpolate_ = torch._foreach_lerp, torch._foreach_lerp_
     signs_, subtract_ = torch._foreach_sign_, torch._foreach_sub_
+    checkpoint_file = torch.utils.checkpoint.__file__
     for owner, names in (
+        (torch._C, "_current_graph_task_id"),
+        (torch._C._functorch, "peek_interpreter_stack"),
         (Tensor, "_backward_hooks _post_accumulate_grad_hooks _version _base"),
         (torch.UntypedStorage, "_cdata"),
         (nn.Module(), "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
@@ -101,6 +107,23 @@ def keep_from_threads_and_cuda() -> None:
 
 def _needs_cuda() -> NoReturn:
     raise NeedsCUDA
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_called_by_backward() -> bool:
+    """Whether a backward calls this code, other than to recompute activations as torch does."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint_file:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def call_instead_(module: nn.Module, act: Callable[..., Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -551,6 +552,77 @@ class GrowsInForward(Stack):
         return super().features(self.late(x))
 
 
+class CallsInBackward(Stack):
+    """A hook of a tensor calls a layer again, in backward."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if x.requires_grad:
+            kept = x.detach()
+            x.register_hook(lambda grad: grad + 0.0 * self.layers[1](kept).detach())
+        return self.layers[2](self.layers[1](x))
+
+
+class HookCallsInBackward(Stack):
+    """A hook that the constructor registers calls another layer in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_full_backward_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        with torch.no_grad():
+            self.seen = self.layers[1](self.kept).norm()
+
+    def features(self, x: Tensor) -> Tensor:
+        self.kept = x.detach()
+        return super().features(x)
+
+
+class Adjoint(Stack):
+    """Layers in a Function that keeps nothing, and computes them again in backward."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = _Again.apply(layer, x, *layer.parameters())  # type: ignore[no-untyped-call]
+        return x
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            found: Tensor = layer(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            found = torch.autograd.grad(ctx.layer(x), (x, *parameters), grads, allow_unused=True)
+        return None, *found
+
+
+class Threads(Stack):
+    """Layers side by side, each in a thread."""
+
+    def features(self, x: Tensor) -> Tensor:
+        def run(layer: nn.Module) -> Tensor:
+            with torch.set_grad_enabled(trains):
+                found: Tensor = layer(x)
+            return found
+
+        trains = torch.is_grad_enabled()
+        with ThreadPoolExecutor(3) as pool:
+            first, *others = pool.map(run, self.layers)
+        for other in others:
+            first = first + other
+        return first
+
+
 class ReplacesInForward(Stack):
     """Puts another parameter in place of one of its own."""
 
@@ -863,6 +935,7 @@ IN_FORWARD = {
     "StateDictEma": r"forward calls state_dict\(\)",
     "ListOfParameters": r"computes with layers\.0\.linear\.weight by a reference",
     "PruningHook": r"computes with head\.weight by a reference",
+    "HookCallsInBackward": r"a hook or a Function calls layers\.1 in backward",
     "GrowsInForward": r"forward makes the parameter late\.weight",
     "ReplacesInForward": r"forward makes the parameter head\.bias",
     "ThawsInForward": r"forward begins to train layers\.0\.norm\.weight",
@@ -898,6 +971,9 @@ SAMPLE = (
     "Mixture",  # values decide what is used
     "SmallWeights",  # sums and counts
     "OverriddenMethods",  # methods of torch that are overridden
+    "Adjoint",  # Functions that call layers
+    "CallsInBackward",  # calls in backward
+    "Threads",  # threads
 )
 """One of each kind of idiom among those that train."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +20,15 @@ from torch.overrides import TorchFunctionMode
 from colotrain import module_tree
 from colotrain.engine.model.changed_inputs import CHANGING, when_inputs_change
 from colotrain.engine.model.generators import drawn_on_host
-from colotrain.engine.model.model_blocks import Block
+from colotrain.engine.model.model_blocks import Block, parameter_bytes
 from colotrain.models.objective import inputs_of
 from colotrain.models.seeding import seeded
-from colotrain.torch_internals import FakeTensorMode, tree_leaves
+from colotrain.torch_internals import FakeTensorMode, is_called_by_backward, tree_leaves
 
 NUM_FORWARDS = 12
 """Forwards of a model that draws random numbers, or looks at the values of its samples."""
+MOST_BYTES_OF_GRADIENTS = 256 << 20
+"""Bytes of parameters up to which a trial with values has a backward."""
 MOST_SECONDS = 10.0
 """Seconds after which none of these begins."""
 WITHOUT_VALUES: tuple[Callable[[], Any], ...] = (
@@ -43,7 +46,7 @@ class Calls:
     shapes: dict[str, list[Any]]
     """Shape of the first input of each call in one forward."""
     unsteady: frozenset[str]
-    """Blocks that other random numbers, or another sample, call in another way."""
+    """Those that other random numbers, or other samples, may call in another way."""
 
 
 def calls_without_values(
@@ -61,22 +64,14 @@ def calls_with_values(
     return _trial(copy.deepcopy, model, blocks, batch, mode=torch.device("cpu"), with_values=True)
 
 
-def kinds_of(blocks: list[Block]) -> dict[str, Any]:
-    """Return block name → its kind: blocks of one list and one type."""
-    return {name: (name.rpartition(".")[0], type(module)) for name, module in blocks}
-
-
 def _unsteady(blocks: list[Block], forwards: list[list[str]]) -> frozenset[str]:
-    """Return the blocks whose calls differ between forwards, with all others of their kind."""
-    kinds, first = kinds_of(blocks), forwards[0]
-    found: set[Any] = set()
-    for other in forwards[1:]:
-        counts, others = Counter(first), Counter(other)
-        found |= {kinds[name] for name in kinds if counts[name] != others[name]}
-        steady = [[n for n in names if kinds[n] not in found] for names in (first, other)]
-        if steady[0] != steady[1]:
-            found |= {kinds[name] for name in first}
-    return frozenset(name for name, kind in kinds.items() if kind in found)
+    """All blocks where some are called in another way: gradients of others may come in another
+    order, too. Parts of blocks alone where these are."""
+    names = {name for name, _ in blocks}
+    whole = {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
+    if len({tuple(filter(whole.__contains__, called)) for called in forwards}) > 1:
+        return frozenset(names)
+    return frozenset(names - whole) if len(set(map(tuple, forwards))) > 1 else frozenset()
 
 
 def without_storage(thing: Any) -> Any:
@@ -106,14 +101,17 @@ def _trial(
 ) -> Calls | None:
     """Return how forwards call the blocks; None where a forward does not run.
 
-    Blocks whose parameters are used outside their calls, and those that a backward within forward
-    reaches, in training or evaluation, are left out.
+    Blocks whose parameters are used outside their calls, those that a backward within forward
+    reaches, in training or evaluation, and those that are called in other threads, within a
+    Function of the user's or by a backward are left out.
     Blocks that change their inputs in place are put into CHANGING.
     """
     seen: list[tuple[str, Any]] = []
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if uses.is_unusual():
+                uses.found.add(name)
             first = args[0] if args else None
             seen.append((name, tuple(first.shape) if isinstance(first, Tensor) else None))
 
@@ -121,16 +119,21 @@ def _trial(
 
     size = min((len(t) for t in batch.values() if t.ndim), default=1) if with_values else 1
 
-    def run(number: int) -> list[str]:
+    def run(number: int, *, grad: bool = False, backward: bool = False) -> list[str]:
         seen.clear()
         uses.running.clear()
         own = slice(number % size, number % size + 1) if with_values else slice(None)
         some = {name: tensor[own] if tensor.ndim else tensor for name, tensor in batch.items()}
-        with torch.no_grad(), mode, _extreme(number):
-            inputs = make_copy(inputs_of(model, some))
+        with torch.set_grad_enabled(grad), mode, _extreme(number), uses.functions():
+            with torch.no_grad():
+                inputs = make_copy(inputs_of(model, some))
             with uses:
-                trial(**inputs)
-        return [name for name, _ in seen]
+                output = trial(**inputs)
+            called = [name for name, _ in seen]
+            if backward:
+                uses.is_over = True
+                _sum_of(output).backward()
+        return called
 
     try:
         with torch.no_grad(), mode:
@@ -147,11 +150,15 @@ def _trial(
             draws = drawn_on_host() != before
         calls = {name: [shape for n, shape in seen if n == name] for name, _ in blocks}
         end = time.monotonic() + MOST_SECONDS
-        for number in range(1, NUM_FORWARDS if draws or size > 1 else 1):
+        for number in range(1, NUM_FORWARDS if draws or size > 1 else 2):
             if time.monotonic() > end:
                 break
             with suppress(Exception), seeded(number):
-                forwards.append(run(number))
+                forwards.append(run(number, grad=True))
+        if not with_values or parameter_bytes(model) <= MOST_BYTES_OF_GRADIENTS:
+            with suppress(Exception), seeded(0):
+                run(0, grad=True, backward=True)
+            uses.is_over = False
         with suppress(Exception), seeded(0):  # evaluation may have other uses outside
             trial.eval()
             run(0)
@@ -159,6 +166,13 @@ def _trial(
         return None
     calls = {name: shapes for name, shapes in calls.items() if name not in uses.found}
     return Calls(shapes=calls, unsteady=_unsteady(blocks, forwards))
+
+
+def _sum_of(output: Any) -> Tensor:
+    """The sum of all that an output has which a backward can begin from."""
+    leaves = tree_leaves([output, vars(output) if hasattr(output, "__dict__") else None])
+    trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.sum() for leaf in trained]).sum()
 
 
 def _extreme(number: int) -> AbstractContextManager[Any]:
@@ -188,13 +202,18 @@ class Drawing(TorchFunctionMode):
 
 
 class UsesOutside(TorchFunctionMode):
-    """Finds blocks whose parameters are used in a computation while the block is not running, and
-    blocks that a backward reaches."""
+    """Finds blocks whose parameters are used in a computation while the block is not running,
+    blocks that a backward reaches before `is_over`, and those whose calls are unusual."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         super().__init__()
         self.found: set[str] = set()
         self.running: Counter[str] = Counter()
+        self.is_over = False
+        """Whether the forward is over: then backward is the trial's own."""
+        self.thread = threading.get_ident()
+        self.in_functions = 0
+        """Forwards of the user's own autograd Functions that are running."""
         self.blocks_of: dict[Tensor, list[str]] = {}
         for name, block in blocks:
             block.register_forward_pre_hook(partial(self._run, name, 1), prepend=True)
@@ -209,17 +228,51 @@ class UsesOutside(TorchFunctionMode):
         """Find the block if a backward comes to an output of it: the trial itself calls none."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self.found.add(name))
+                leaf.register_hook(lambda _: None if self.is_over else self.found.add(name))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        used = [
+    def is_unusual(self) -> bool:
+        """Whether a block is called now by a backward, in a Function, or in another thread.
+
+        `fully_shard` expects none of these: the block's gradients would be lost, without a word.
+        """
+        return (
+            is_called_by_backward() or self.in_functions > 0 or threading.get_ident() != self.thread
+        )
+
+    def used_outside(self, values: Any) -> list[str]:
+        """Return the blocks that have parameters among `values` and are not running."""
+        return [
             name
-            for leaf in tree_leaves((args, kwargs))
+            for leaf in tree_leaves(values)
             if isinstance(leaf, nn.Parameter)
             for name in self.blocks_of.get(leaf, ())
             if not self.running[name]
         ]
+
+    @contextmanager
+    def functions(self) -> Iterator[None]:
+        """Within the context, note what autograd Functions get, which torch's modes do not see."""
+        function: Any = torch.autograd.Function
+        plain = function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            self.found.update(self.used_outside((args, kwargs)))
+            is_own = not cls.__module__.startswith("torch.")
+            self.in_functions += is_own
+            try:
+                return plain.__get__(None, cls)(*args, **kwargs)
+            finally:
+                self.in_functions -= is_own
+
+        function.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            function.apply = plain
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used = self.used_outside((args, kwargs))
         if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             self.found.update(used)  # a dtype, say, can be asked for anywhere
         return result

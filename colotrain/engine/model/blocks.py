@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import (
 from colotrain import module_tree
 from colotrain.engine.model.changed_inputs import when_inputs_change
 from colotrain.engine.model.model_blocks import find_blocks
+from colotrain.engine.model.module_state import ModuleState
 from colotrain.errors import UsageError
 from colotrain.models.documents import leave_graphs_for_documents
 from colotrain.spec.plan import Recompute
@@ -29,6 +31,7 @@ from colotrain.torch_internals import (
     COMPUTED_AGAIN,
     OpOverload,
     arguments_of,
+    is_in_transform,
     is_random,
     storage_id,
     tree_leaves,
@@ -67,10 +70,7 @@ def checkpoint_blocks_(model: nn.Module, recompute: Recompute) -> None:
     """
     for module in _blocks(model) if recompute != "none" else ():
         when_inputs_change(module, functools.partial(_refuse, type(module).__name__, recompute))
-        if recompute == "selective":
-            module.forward = _keeping(module)
-        else:
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = Recomputed(module, keeps=recompute == "selective")
 
 
 def _refuse(module: str, recompute: Recompute) -> None:
@@ -86,16 +86,28 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in find_blocks(model)] or [model]
 
 
-def _keeping(module: nn.Module) -> Callable[..., Any]:
-    """Return a forward whose cheap operations are computed again in backward."""
-    forward = module.forward
+class Recomputed:
+    """A block's forward whose operations are computed again in backward; `keeps`: the cheap ones.
 
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        if not _has_backward(module, args, kwargs):  # torch.compile requires one
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    Within a transform of torch.func nothing is: its tensors end with it. A copy of the block gets
+    its own.
+    """
 
-    return keeping
+    def __init__(self, module: nn.Module, *, keeps: bool) -> None:
+        self.module, self.forward, self.state = module, module.forward, ModuleState(module)
+        self.make_contexts = _contexts if keeps else _no_contexts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _has_backward(self.module, args, kwargs) or is_in_transform():
+            return self.forward(*args, **kwargs)
+        contexts = self.make_contexts
+        if not torch.compiler.is_compiling():
+            contexts = functools.partial(self.state.contexts, contexts)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _no_contexts() -> tuple[Any, Any]:
+    return nullcontext(), nullcontext()
 
 
 def _has_backward(module: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -21,7 +21,6 @@ from colotrain.engine.model.block_calls import (
     Calls,
     calls_with_values,
     calls_without_values,
-    kinds_of,
 )
 from colotrain.engine.model.changed_inputs import CHANGING
 from colotrain.engine.model.model_blocks import (
@@ -199,7 +198,7 @@ def _against(name: str, calls: Calls) -> str:
 
 
 def _regular(blocks: list[Block], calls: Calls) -> set[str]:
-    kinds = kinds_of(blocks)
+    kinds = {name: (name.rpartition(".")[0], type(module)) for name, module in blocks}
     shapes: dict[Any, set[Any]] = {}
     for name, seen in calls.shapes.items():
         shapes.setdefault(kinds[name], set()).update(seen)

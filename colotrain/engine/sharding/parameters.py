@@ -279,9 +279,10 @@ class ForwardWatch:
         """Refuse a backward inside a forward: it frees parameters that the forward still needs."""
         if self.running:
             raise ColotrainError(
-                "model: forward calls backward or autograd.grad through a block of the model",
-                "return all terms of the loss, and let colotrain call backward; a penalty on "
-                "gradients needs a model without repeated blocks",
+                "model: forward calls backward or autograd.grad through a block of the model, "
+                "which no forward before the first step did",
+                "compute such gradients in every forward, and multiply what they add by 0 until it "
+                "is to count; terms of the loss itself are returned, for colotrain calls backward",
             )
 
     def _begin(self) -> None:

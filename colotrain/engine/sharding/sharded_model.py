@@ -49,10 +49,12 @@ from colotrain.engine.sharding.parameters import (
     watch_replaced,
 )
 from colotrain.engine.sharding.tensor_parallel import TensorGroup
+from colotrain.errors import ColotrainError
 from colotrain.models.loading import allocate_, fill_
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import stays_gathered
+from colotrain.torch_internals import is_called_by_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +204,20 @@ def shard_(
         watch_tensors(module)
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
-        module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
+        module.register_forward_pre_hook(partial(_called, sharded, index))
         gather_outside_transforms(module)
     return sharded
+
+
+def _called(sharded: ShardedModel, index: int, *_: Any) -> None:
+    """Note a call of a group; refuse one by which a backward would lose the group's gradients."""
+    if is_called_by_backward():
+        raise ColotrainError(
+            f"model: a hook or a Function calls {sharded.groups[index].name} in backward, which no "
+            "forward before the first step did",
+            "call it in forward, and keep what backward needs of it",
+        )
+    sharded.calls.append(index)
 
 
 def _fully_shard_(
