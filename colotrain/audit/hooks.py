@@ -118,12 +118,17 @@ def _wrap_forward() -> None:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            seen = observer()
-            if not seen.quiet and not seen.backward_depth:
-                with seen.guarded():
-                    seen.forward(self, (args, kwargs))
-        return original(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        seen = observer()
+        if not seen.quiet and not seen.backward_depth:
+            with seen.guarded():
+                seen.forward(self, (args, kwargs))
+        seen.forward_depth += 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            seen.forward_depth -= 1
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 

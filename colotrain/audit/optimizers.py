@@ -109,9 +109,10 @@ class Optimizers:
         made = [optimizer for optimizer in self._made if not any(optimizer is o for o in stepped)]
         return stepped + made
 
-    def held(self) -> dict[int, Tensor]:
-        """Return the parameters of all optimizers by their ids."""
-        return {id(p): p for optimizer in self.all() for _, p in positions(optimizer)}
+    def held(self, *, stepped: bool = False) -> dict[int, Tensor]:
+        """Return the parameters of all optimizers, or of those that made a step, by their ids."""
+        known = [ref() for ref in self._stepped] if stepped else self.all()
+        return {id(p): p for optimizer in known for _, p in positions(optimizer)}
 
     def outside(self, roots: model.Roots) -> dict[str, Tensor]:
         """Return leaves that optimizers hold and no module that ran has, by the script's names."""

@@ -75,6 +75,8 @@ class ObservedStep(EventKind):
     skips: int = 0
     """Steps that were left out since the last one, because gradients were not finite."""
     backward_at: list[str]
+    again_at: list[str]
+    """Last backward of a loss that had one in this step, or has a term that had; empty: none."""
     step_calls: int
     """Calls of the engine's `step` since the last real one; 1 without an engine."""
     closure_calls: int

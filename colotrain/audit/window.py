@@ -17,6 +17,8 @@ KEY = "colotrain"
 """Key in the metadata of an autograd node, of the factor that the node applies."""
 SUMMED = "colotrain summed"
 """Key of what a sum adds: how many of its numbers are not zero, and how many there are."""
+DONE = "colotrain backward"
+"""Key of the number of the last backward that began at a node."""
 TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "_DDPSinkBackward")
 """Nodes between a loss and its factors that change nothing."""
 OF_ONE = 1, 1
@@ -81,6 +83,7 @@ class Window:
     clipped_ids: set[int] = field(default_factory=set)
     """Ids of the parameters whose gradients were clipped."""
     backward_at: Site = field(default_factory=lambda: Site(""))
+    again_at: Site = field(default_factory=lambda: Site(""))
     losses: list[tuple[Tensor, float]] = field(default_factory=list)
     """Detached losses, and the product of the factors that were applied to them."""
     zero_calls: int = 0
@@ -257,6 +260,20 @@ def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, s
     if operand is not None:
         terms = num_terms(loss.grad_fn)
         node.metadata[KEY] = Factor(by, inverse, operand, site, scale, terms)
+
+
+def backwards_of(loss: Tensor) -> set[int]:
+    """Return the numbers of the last backwards that began at a loss and at its terms."""
+    nodes, found = [loss.grad_fn], set[int]()
+    for _ in range(MOST_NODES):
+        if not nodes:
+            break
+        node: Any = nodes.pop()
+        if node is not None:
+            found |= {node.metadata[DONE]} if DONE in node.metadata else set()
+            if KEY in node.metadata or node.name() in ("AddBackward0", *TRANSPARENT):
+                nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def num_terms(node: Any) -> int:

@@ -143,6 +143,7 @@ def observed(step: int, micro_batches: int) -> ObservedStep:
         micro_batches=micro_batches,
         backwards=micro_batches,
         backward_at=["train.py:7", ""],
+        again_at=["", ""],
         step_calls=1,
         closure_calls=0,
         zero_calls=0,
