@@ -154,6 +154,13 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
             return wrong(name, text, site, step=each.step.step)
         if each.is_parallel and (other := other_norm(each)):
             return wrong(name, *other, step=each.step.step)
+    for each in compared:
+        if not several and clips_nothing(each):
+            text, site = (
+                "clips nothing: what it is given has no gradients",
+                each.step.clips[0]["site"],
+            )
+            return wrong(name, text, site, step=each.step.step)
     if not every:
         return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
     if several:
@@ -165,6 +172,13 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
             return unknown(name, f"{why}; that may be meant", *sites)
     limit = every[0][1]["limit"]
     return ok(name, f"by {every[0][1]['by']}, limit {limit:g}" if limit else "once per step")
+
+
+def clips_nothing(each: ComparedStep) -> bool:
+    """Whether there are gradients at the step, and none in what the script gives to clip."""
+    clips, own = each.step.clips, each.details[0]
+    none = clips and all(clip["by"] == "norm" and clip["norm"] == 0 for clip in clips)
+    return bool(none and norm(sketches(own.gradient)))
 
 
 def other_norm(each: ComparedStep) -> tuple[str, Sequence[str]] | None:
@@ -197,7 +211,7 @@ def scheduler(evidence: Evidence) -> Verdict:
     if why := has_several(evidence):
         return unchecked(name, why, where)
     text = f"{sum(calls)} scheduler steps before {len(calls)} optimizer steps"
-    if max(calls) > 1 and "accelerate" in str(where):
+    if 1 < max(calls) <= evidence.world_size and "accelerate" in str(where):
         why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
         return unknown(name, why, where)
     often = [step for step in own.steps if step.scheduler_steps > 1 + step.skips]
@@ -313,9 +327,20 @@ def listed(ranks: list[int]) -> str:
 
 
 def order(evidence: Evidence) -> list[Verdict]:
-    """Look for samplers that shuffle each epoch alike."""
-    found = [remark for remark in evidence.remarks if remark.what == "order"]
-    return [wrong("data", found[0].text, found[0].site)] if found else []
+    """Look for samplers that shuffle each epoch alike, or not alike on all ranks."""
+    drawn: dict[str, set[str]] = {}
+    for remark in evidence.remarks:
+        if remark.what == "order":
+            return [wrong("data", remark.text, remark.site)]
+        if remark.what == "sampler":
+            drawn.setdefault(str(Site.of(remark.site)), set()).add(remark.text)
+    for site, texts in drawn.items():
+        if len(texts) > 1:
+            text = (
+                f"ranks' samplers differ, so that their parts overlap: {'; '.join(sorted(texts))}"
+            )
+            return [wrong("data", text, [site, ""])]
+    return []
 
 
 def moments(evidence: Evidence) -> list[Verdict]:

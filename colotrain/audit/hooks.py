@@ -393,7 +393,12 @@ def _wrap_sampler() -> None:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         order, seen = original(self), observer()
-        return seen.passing(self, order, here()) if self.shuffle and not seen.quiet else order
+        if seen.quiet:
+            return order
+        with seen.guarded():
+            drawn = f"shuffle={self.shuffle}, seed={self.seed}, drop_last={self.drop_last}"
+            seen.remark("sampler", drawn)
+        return seen.passing(self, order, here()) if self.shuffle else order
 
     sampler.__iter__ = iterate  # type: ignore[method-assign]
 

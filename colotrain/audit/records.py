@@ -191,7 +191,7 @@ class Remark(EventKind):
     """Something that one process noticed once."""
 
     what: str
-    """reentrant, failure, skipped, limit, or no step, order."""
+    """reentrant, failure, skipped, limit, no step, order, or sampler."""
     text: str
     site: list[str]
 

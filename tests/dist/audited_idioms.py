@@ -1642,6 +1642,27 @@ def wrong_rate_of_a_group() -> None:
         optimizer.zero_grad()
 
 
+def wrong_clips_gradients() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        clip_grad_norm_([p.grad for p in net.parameters()], 0.1)  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_seed_of_a_sampler() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    sampler = torch.utils.data.DistributedSampler(data, seed=dist.get_rank())
+    for (x,) in torch.utils.data.DataLoader(data, 8, sampler=sampler):  # here
+        F.mse_loss(net(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main() -> None:
     torch.manual_seed(0)
     if WORLD > 1:
