@@ -23,15 +23,7 @@ from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Re
 from colotrain.audit.reference import Taps, packed, sketch
 from colotrain.audit.report import Report, rank, undivided, world_size
 from colotrain.audit.sites import Site, here
-from colotrain.audit.window import (
-    DONE,
-    Origin,
-    Window,
-    backwards_of,
-    number,
-    origin_of,
-    product,
-)
+from colotrain.audit.window import Origin, Window, last_backward, number, origin_of, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -193,10 +185,8 @@ class Observer:
         """Whether a backward of this step began at a loss or a term of it; note that one does."""
         if loss.grad_fn is None:
             return False
-        found = backwards_of(loss)
-        metadata: Any = loss.grad_fn.metadata  # torch annotates it as a method
-        metadata[DONE] = self.backwards
-        return max(found, default=0) >= self.backwards - self.window.backwards
+        first = self.backwards - self.window.backwards
+        return last_backward(loss, self.backwards) >= first
 
     def _was_aside(self, *, again: bool) -> bool:
         """Whether the backwards before this one were for something else than the step.

@@ -18,7 +18,7 @@ KEY = "colotrain"
 SUMMED = "colotrain summed"
 """Key of what a sum adds: how many of its numbers are not zero, and how many there are."""
 DONE = "colotrain backward"
-"""Key of the number of the last backward that began at a node."""
+"""Key of the number of the last backward that began at a node, or at a multiple of it."""
 TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "_DDPSinkBackward")
 """Nodes between a loss and its factors that change nothing."""
 OF_ONE = 1, 1
@@ -262,18 +262,33 @@ def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, s
         node.metadata[KEY] = Factor(by, inverse, operand, site, scale, terms)
 
 
-def backwards_of(loss: Tensor) -> set[int]:
-    """Return the numbers of the last backwards that began at a loss and at its terms."""
-    nodes, found = [loss.grad_fn], set[int]()
+def last_backward(loss: Tensor, number: int) -> int:
+    """Note that backward `number` begins at a loss, and return the last one before.
+
+    That is one that began at this loss or at a term of it, whatever either was multiplied by.
+    """
+    whole: Any = loss.grad_fn
+    while _scales(whole) and len(following := _following(whole)) == 1:
+        (whole,) = following
+    nodes, last = [whole], 0
     for _ in range(MOST_NODES):
         if not nodes:
             break
-        node: Any = nodes.pop()
-        if node is not None:
-            found |= {node.metadata[DONE]} if DONE in node.metadata else set()
-            if KEY in node.metadata or node.name() in ("AddBackward0", *TRANSPARENT):
-                nodes += [following for following, _ in node.next_functions]
-    return found
+        node = nodes.pop()
+        last = max(last, node.metadata.get(DONE, 0))
+        if _scales(node) or node.name() == "AddBackward0":
+            nodes += _following(node)
+    if "AccumulateGrad" not in whole.name():  # a parameter is no loss
+        whole.metadata[DONE] = number
+    return last
+
+
+def _scales(node: Any) -> bool:
+    return KEY in node.metadata or node.name() in TRANSPARENT
+
+
+def _following(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
 
 
 def num_terms(node: Any) -> int:

@@ -1548,6 +1548,31 @@ def wrong_backward_twice() -> None:
         optimizer.zero_grad()
 
 
+def wrong_backward_twice_divided() -> None:
+    """As by a library that divides the loss within each call."""
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = error(net)
+        (loss / 1).backward(retain_graph=True)
+        (loss / 1).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def terms_of_several_backwards() -> None:
+    """A parameter and a penalty that are terms of each micro-batch's loss."""
+    net, width = made(8, 16, 1), nn.Parameter(torch.zeros(()))
+    optimizer = SGD([*net.parameters(), width], lr=0.1)
+    for _ in range(STEPS):
+        penalty = 0.01 * net[-1].weight.square().mean()
+        for _ in range(2):
+            loss = error(net) * torch.exp(-width) + width + penalty
+            (loss / 2).backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def wrong_sum_so_far() -> None:
     net = wrapped(made(8, 16, 1))
     optimizer = SGD(net.parameters(), lr=0.1)

@@ -68,6 +68,7 @@ WRONG = {
     "wrong_adapters_not_added": ("parameters", "wrong", "0.0.up, 0.0.down.weight"),
     "wrong_averaged_twice": ("gradient", "wrong", "divided by 2 ranks once more"),
     "wrong_backward_twice": ("accumulation", "wrong", "a loss that had one in this step"),
+    "wrong_backward_twice_divided": ("accumulation", "wrong", "a loss that had one in this step"),
     "wrong_by_all_ranks_tokens": ("accumulation", "wrong", "divided by those of all 2 ranks"),
     "wrong_clips_a_part": ("clipping", "cannot tell", "1.weight, 1.bias; that may be meant"),
     "wrong_clips_gradients": ("clipping", "wrong", "clips nothing"),
