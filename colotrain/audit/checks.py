@@ -426,6 +426,9 @@ def parameters(evidence: Evidence) -> Verdict:
     if last.apart:
         why = f"{text}; no optimizer has any of a model whose parameters get gradients, too: "
         return unknown(name, f"{why}{named(last.apart)}", last.made_at)
+    if last.loose:
+        why = f"{text}; in a loss, but in no module that ran and in no optimizer: "
+        return unknown(name, f"{why}{named(last.loose)}", last.made_at)
     if last.shared and own.num_optimizers > 1:
         why = f"{text}; several optimizers have {named(last.shared)}"
         return unknown(name, why, last.made_at)

@@ -18,12 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
-from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
+from colotrain.audit.optimizers import (
+    ENGINES,
+    Optimizers,
+    at_rest,
+    is_plain_sgd,
+    learning_rate,
+    positions,
+)
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark, Sharding
-from colotrain.audit.reference import Taps, packed, sketch
+from colotrain.audit.reference import GATHERED, Taps, packed, sketch
 from colotrain.audit.report import Report, rank, undivided, world_size
 from colotrain.audit.sites import Site, here
-from colotrain.audit.window import Origin, Window, last_backward, number, origin_of, product
+from colotrain.audit.window import (
+    Origin,
+    Window,
+    last_backward,
+    leaves_of,
+    number,
+    origin_of,
+    product,
+)
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -66,6 +81,8 @@ class Observer:
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
+        self.loose: dict[int, str] = {}
+        """Id of a parameter that a loss has and no optimizer and no module → what it is."""
         self.mark_before = ""
         self.before: dict[str, Tensor] = {}
         """Sketches of the weights before the step under way."""
@@ -167,8 +184,22 @@ class Observer:
             if loss is None or not plain or loss.numel() != 1:
                 window.why_not = "backward was called with other arguments than one loss"
             window.product = product(factors)
+            if loss is not None and not any(self.optimizers.steps):
+                self._note_loose(loss)
             attached = self.taps.attach(self.roots, self.optimizers.outside(self.roots))
             window.why_not = window.why_not or attached or self.blocked
+
+    def _note_loose(self, loss: Tensor) -> None:
+        """Note parameters in a loss that are in no module that ran and in no optimizer."""
+        if model.framework(self.roots.all()) in (*GATHERED, *ENGINES):
+            return
+        known = {id(p) for root in self.roots.all() for p in root.parameters()}
+        for leaf in leaves_of(loss):
+            if (
+                isinstance(leaf, nn.Parameter)
+                and id(leaf) not in known | self.optimizers.held().keys()
+            ):
+                self.loose[id(leaf)] = f"one of shape {list(leaf.shape)}"
 
     def _gradients(self, *, stepped: bool = False) -> Iterator[Tensor]:
         """Yield this rank's parts of gradients that an optimizer has, or one that made a step."""
@@ -346,7 +377,11 @@ class Observer:
         self.count(index, own or optimizer, details)
         if looking:
             step = self.optimizers.steps[index]
-            self.write(self.optimizers.membership(step, self.roots, complete=own is None))
+            self.write(
+                self.optimizers.membership(
+                    step, self.roots, loose=[*self.loose.values()], complete=own is None
+                )
+            )
         self.taps.whole.clear()
         if self.limit and min(self.optimizers.steps) >= self.limit:
             self.finish()

@@ -125,7 +125,9 @@ class Optimizers:
                 found[model.unused(name, found)] = p
         return found
 
-    def membership(self, step: int, roots: model.Roots, *, complete: bool) -> Membership:
+    def membership(
+        self, step: int, roots: model.Roots, *, loose: list[str], complete: bool
+    ) -> Membership:
         """Return which parameters the model and the optimizers have at a step."""
         parameters, held = roots.parameters(), self.held() if complete else {}
         apart = roots.apart() if complete else set()
@@ -146,6 +148,7 @@ class Optimizers:
             ],
             apart=[n for n in apart if parameters[n].grad is not None],
             twice=[n for n, p in parameters.items() if id(p) in twice],
+            loose=loose,
             shared=[n for n, p in parameters.items() if owners[id(p)] > 1],
             foreign=len(foreign),
             copies=sum(p.grad is not None for p in foreign),

@@ -37,6 +37,8 @@ class Membership(EventKind):
     """Trainable parameters with gradients, of models of which no optimizer has any."""
     twice: list[str]
     """Parameters that one optimizer has twice."""
+    loose: list[str]
+    """Parameters in a loss that are in no module that ran and in no optimizer."""
     shared: list[str]
     """Parameters that several optimizers have."""
     foreign: int

@@ -27,6 +27,8 @@ EXACT = 1e-5
 """Relative difference of a number and its float32 value."""
 MOST_NODES = 256
 """Nodes of a loss that are followed at most."""
+MOST_NODES_OF_GRAPH = 100_000
+"""Nodes that are followed at most to the leaves."""
 
 
 @dataclass(slots=True)
@@ -281,6 +283,18 @@ def last_backward(loss: Tensor, number: int) -> int:
     if "AccumulateGrad" not in whole.name():  # a parameter is no loss
         whole.metadata[DONE] = number
     return last
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a loss has gradients for."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes and len(seen) < MOST_NODES_OF_GRAPH:
+        node: Any = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += _following(node)
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def _scales(node: Any) -> bool:

@@ -1688,6 +1688,26 @@ def wrong_seed_of_a_sampler() -> None:
         optimizer.zero_grad()
 
 
+class Scaled(nn.Module):
+    """A model with parameters in a list, which `parameters` does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scales = made(8, 16, 1), [nn.Parameter(torch.ones(16))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[1](self.net[0](x) * self.scales[0])
+
+
+def wrong_parameters_in_a_list() -> None:
+    net = Scaled()
+    optimizer = SGD(net.parameters(), lr=0.1)  # here
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main() -> None:
     torch.manual_seed(0)
     if WORLD > 1:

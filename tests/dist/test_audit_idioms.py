@@ -81,6 +81,11 @@ WRONG = {
     "wrong_lbfgs_old_copy": ("parameters", "wrong", "4 parameters of another model"),
     "wrong_means_times_ranks": ("accumulation", "wrong", "multiplied by 2, the number of ranks"),
     "wrong_new_optimizer_each_step": ("update", "wrong", "3 of 4 steps are by a new optimizer"),
+    "wrong_parameters_in_a_list": (
+        "parameters",
+        "cannot tell",
+        "in no optimizer: one of shape [16]",
+    ),
     "wrong_rate_of_a_group": ("parameters", "cannot tell", "zero in all steps looked into: 0.0."),
     "wrong_same_order": ("data", "wrong", "the order of epoch 0"),
     "wrong_seed_of_a_sampler": ("data", "wrong", "seed=0, drop_last=False; shuffle=True, seed=1"),
