@@ -417,6 +417,7 @@ class Observer:
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
+                factor=window.losses[-1][1] if window.losses else 1.0,
                 mark=self.mark_before,
                 rebuilt=self.optimizers.is_rebuilt(index, optimizer),
                 off=off,

@@ -96,6 +96,8 @@ class ObservedStep(EventKind):
     scale: bool
     """Whether a GradScaler scaled a loss."""
     losses: list[Any]
+    factor: float = 1.0
+    """What the last micro-batch's loss was multiplied by, without a GradScaler's scale."""
     mark: str = ""
     """Hash of some elements of all trained weights before the step; empty for one rank."""
     rebuilt: bool

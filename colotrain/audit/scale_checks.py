@@ -59,11 +59,22 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
         gradient_verdict = unchecked("gradient", AVERAGED)
     referenced = next((e for e in reversed(usable) if e.details[0].lr), usable[-1])
     return [
-        _worst([accumulation(each) for each in usable]),
+        _worst([*(accumulation(each) for each in usable), *short_steps(evidence, usable[0].usual)]),
         gradient_verdict,
         _worst([targets(each) for each in usable]),
         _worst([update(compared, referenced), *beside_steps(evidence)]),
     ]
+
+
+def short_steps(evidence: Evidence, usual: int) -> list[Verdict]:
+    """Look for steps of fewer micro-batches than the others, whose losses are divided alike."""
+    for step in evidence.first.steps:
+        if step.micro_batches < usual and step.factor and near(1 / step.factor, usual):
+            why = (
+                f"step {step.step} has {step.micro_batches} of {usual} micro-batches, and its loss "
+            )
+            return [unknown("accumulation", f"{why}is divided by {usual}", step.backward_at)]
+    return []
 
 
 def beside_steps(evidence: Evidence) -> list[Verdict]:

@@ -1708,6 +1708,16 @@ def wrong_parameters_in_a_list() -> None:
         optimizer.zero_grad()
 
 
+def wrong_rest_of_an_epoch() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for number in range(4 * STEPS + 1):
+        (error(net) / 4).backward()  # here
+        if number % 4 == 3 or number == 4 * STEPS:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def main() -> None:
     torch.manual_seed(0)
     if WORLD > 1:

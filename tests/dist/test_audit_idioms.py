@@ -87,6 +87,7 @@ WRONG = {
         "in no optimizer: one of shape [16]",
     ),
     "wrong_rate_of_a_group": ("parameters", "cannot tell", "zero in all steps looked into: 0.0."),
+    "wrong_rest_of_an_epoch": ("accumulation", "cannot tell", "step 5 has 1 of 4 micro-batches"),
     "wrong_same_order": ("data", "wrong", "the order of epoch 0"),
     "wrong_seed_of_a_sampler": ("data", "wrong", "seed=0, drop_last=False; shuffle=True, seed=1"),
     "wrong_sum_so_far": ("accumulation", "wrong", "a loss that had one in this step"),
