@@ -344,6 +344,14 @@ def normalised(each: ComparedStep) -> Verdict | None:
     if share is not None and world > 1 and near(share, 1 / world):
         text = f"{share:.2f} of the mean over all targets: divided by those of all {world} ranks, "
         return wrong(name, f"{text}over which gradients are averaged, too", *sites)
+    by_num = [site for value, site in factors if each.num > 1 and near(value, 1 / each.num)]
+    if share is not None and by_num and near(share, 1 / each.num):
+        text = (
+            f"{share:.2f} of the mean over all targets: divided by their number, and by {each.num}"
+        )
+        if weights_of(each.details[0]).issuperset(by_num):
+            return unknown(name, f"{text}, if that is not a part of the loss", *by_num)
+        return wrong(name, f"{text} micro-batches again", *sites, step=each.step.step)
     if by_count(each, "sum") is None:
         return None
     whole = math.prod(value for value, _ in factors)

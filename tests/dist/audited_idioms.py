@@ -1718,6 +1718,18 @@ def wrong_rest_of_an_epoch() -> None:
             optimizer.zero_grad()
 
 
+def wrong_by_tokens_and_micro_batches() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [masked() for _ in range(2)]
+        total = torch.stack([mask.sum() for *_, mask in parts]).sum()
+        for part in parts:
+            (errors(net, part).sum() / total / len(parts)).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main() -> None:
     torch.manual_seed(0)
     if WORLD > 1:

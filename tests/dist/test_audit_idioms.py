@@ -70,6 +70,7 @@ WRONG = {
     "wrong_backward_twice": ("accumulation", "wrong", "a loss that had one in this step"),
     "wrong_backward_twice_divided": ("accumulation", "wrong", "a loss that had one in this step"),
     "wrong_by_all_ranks_tokens": ("accumulation", "wrong", "divided by those of all 2 ranks"),
+    "wrong_by_tokens_and_micro_batches": ("accumulation", "wrong", "and by 2 micro-batches again"),
     "wrong_clips_a_part": ("clipping", "cannot tell", "1.weight, 1.bias; that may be meant"),
     "wrong_clips_gradients": ("clipping", "wrong", "clips nothing"),
     "wrong_compiled_and_not_divided": ("accumulation", "wrong", "not divided"),
