@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import add
 
 from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights, compared_steps
-from colotrain.audit.evidence import Evidence, RankEvidence, sketches
-from colotrain.audit.ratios import Sketch, norm
+from colotrain.audit.evidence import Evidence, RankEvidence, changed_between_steps, sketches
+from colotrain.audit.ratios import norm
 from colotrain.audit.scale_checks import FEW_PERCENT, local_norms, scale_checks
 from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unchecked, unknown, wrong
@@ -155,6 +154,13 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
             return wrong(name, text, site, step=each.step.step)
         if each.is_parallel and (other := other_norm(each)):
             return wrong(name, *other, step=each.step.step)
+    for each in compared:
+        if not several and clips_nothing(each):
+            text, site = (
+                "clips nothing: what it is given has no gradients",
+                each.step.clips[0]["site"],
+            )
+            return wrong(name, text, site, step=each.step.step)
     if not every:
         return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
     if several:
@@ -166,6 +172,13 @@ def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
             return unknown(name, f"{why}; that may be meant", *sites)
     limit = every[0][1]["limit"]
     return ok(name, f"by {every[0][1]['by']}, limit {limit:g}" if limit else "once per step")
+
+
+def clips_nothing(each: ComparedStep) -> bool:
+    """Whether there are gradients at the step, and none in what the script gives to clip."""
+    clips, own = each.step.clips, each.details[0]
+    none = clips and all(clip["by"] == "norm" and clip["norm"] == 0 for clip in clips)
+    return bool(none and norm(sketches(own.gradient)))
 
 
 def other_norm(each: ComparedStep) -> tuple[str, Sequence[str]] | None:
@@ -198,7 +211,7 @@ def scheduler(evidence: Evidence) -> Verdict:
     if why := has_several(evidence):
         return unchecked(name, why, where)
     text = f"{sum(calls)} scheduler steps before {len(calls)} optimizer steps"
-    if max(calls) > 1 and "accelerate" in str(where):
+    if 1 < max(calls) <= evidence.world_size and "accelerate" in str(where):
         why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
         return unknown(name, why, where)
     often = [step for step in own.steps if step.scheduler_steps > 1 + step.skips]
@@ -283,7 +296,11 @@ def data(compared: list[ComparedStep]) -> Verdict:
     if not total:
         return unchecked(name, "the model's inputs are no tensors")
     if same == total:
-        return wrong(name, f"ranks have equal inputs in all {total} forwards compared")
+        return wrong(
+            name,
+            f"ranks have equal inputs in all {total} forwards compared",
+            compared[0].step.backward_at,
+        )
     if same:
         return unknown(name, f"ranks have equal inputs in {same} of {total} forwards")
     return ok(name, f"different in all {total} forwards compared")
@@ -310,9 +327,20 @@ def listed(ranks: list[int]) -> str:
 
 
 def order(evidence: Evidence) -> list[Verdict]:
-    """Look for samplers that shuffle each epoch alike."""
-    found = [remark for remark in evidence.remarks if remark.what == "order"]
-    return [wrong("data", found[0].text, found[0].site)] if found else []
+    """Look for samplers that shuffle each epoch alike, or not alike on all ranks."""
+    drawn: dict[str, set[str]] = {}
+    for remark in evidence.remarks:
+        if remark.what == "order":
+            return [wrong("data", remark.text, remark.site)]
+        if remark.what == "sampler":
+            drawn.setdefault(str(Site.of(remark.site)), set()).add(remark.text)
+    for site, texts in drawn.items():
+        if len(texts) > 1:
+            text = (
+                f"ranks' samplers differ, so that their parts overlap: {'; '.join(sorted(texts))}"
+            )
+            return [wrong("data", text, [site, ""])]
+    return []
 
 
 def moments(evidence: Evidence) -> list[Verdict]:
@@ -345,7 +373,7 @@ def dropout(compared: list[ComparedStep]) -> Verdict:
         site = Site.of(compared[0].step.backward_at)
         if site.package in SEED_ALIKE:
             return unknown(name, f"{text}: {site.package} seeds all ranks alike", site)
-        return wrong(name, f"{text}: seed each rank otherwise")
+        return wrong(name, f"{text}: seed each rank otherwise", site)
     return ok(name, f"generators differ in {len(pairs)} forwards compared")
 
 
@@ -389,12 +417,18 @@ def parameters(evidence: Evidence) -> Verdict:
         text = f"have gradients and never change: {named(still)}"
         return wrong(name, text, own.steps[0].site)
     text = f"{len(last.trainable)} trainable, {len(last.frozen)} frozen"
+    if resting := resting_parameters(own):
+        why = f"{text}; the learning rate is zero in all steps looked into: {named(resting)}"
+        return unknown(name, f"{why}; that may be meant", last.made_at)
     if last.missing:
         why = f"{text}; in no optimizer, and never with a gradient: {named(last.missing)}"
         return unknown(name, why, last.made_at)
     if last.apart:
         why = f"{text}; no optimizer has any of a model whose parameters get gradients, too: "
         return unknown(name, f"{why}{named(last.apart)}", last.made_at)
+    if last.loose:
+        why = f"{text}; in a loss, but in no module that ran and in no optimizer: "
+        return unknown(name, f"{why}{named(last.loose)}", last.made_at)
     if last.shared and own.num_optimizers > 1:
         why = f"{text}; several optimizers have {named(last.shared)}"
         return unknown(name, why, last.made_at)
@@ -429,7 +463,14 @@ def unmoved_parameters(rank: RankEvidence) -> list[str]:
             least = norm(found) * min(ROUNDING * details.epsilon, LARGEST_ROUNDING)
             large = {n for n, v in found.items() if norm({n: v}) > least}
             pushed |= large.difference(details.at_rest)
-    return sorted(pushed - moved) if moved else []
+    unseen = {s.optimizer for s in rank.steps} - {s.optimizer for s, _ in rank.steps_with_details()}
+    return sorted(pushed - moved) if moved and not unseen else []
+
+
+def resting_parameters(rank: RankEvidence) -> list[str]:
+    """Parameters with gradients whose learning rate is zero, while that of others is not."""
+    every = [set(d.at_rest) & d.gradient.keys() for _, d in rank.steps_with_details() if d.lr]
+    return sorted(set.intersection(*every)) if every else []
 
 
 def frozen(evidence: Evidence) -> Verdict:
@@ -448,7 +489,7 @@ def frozen(evidence: Evidence) -> Verdict:
             text = f"changed by the step though frozen: {named(changed)}"
             return wrong(name, text, step.site, step=step.step)
     num = max(len(member.frozen) for member in members)
-    if by_script := changed_between_steps(evidence.first):
+    if by_script := changed_between_steps(evidence.first, "frozen"):
         why = f"of {num} frozen parameters the script itself changes {named(by_script)}"
         site = evidence.first.steps[0].site
         return unknown(name, f"{why} between steps; that may be meant", site)
@@ -472,22 +513,3 @@ def mode(evidence: Evidence) -> Verdict:
                 text = f"trained in eval mode, so that these are off: {named(step.off)}"
                 return wrong("mode", text, step.off_at, step=step.step)
     return ok("mode", "no dropout or BatchNorm of what trains is in eval mode in all forwards")
-
-
-def changed_between_steps(rank: RankEvidence) -> list[str]:
-    """Frozen parameters that have other values at a step than after the step before."""
-    found, after = set[str](), dict[str, Sketch]()
-    for (_, details), member in zip(rank.steps_with_details(), rank.members, strict=False):
-        before = sketches(details.weights)
-        found |= {
-            n
-            for n in member.frozen
-            if n in before and n in after and any(map(differ, before[n], after[n]))
-        }
-        change = sketches(details.change)
-        after = {n: [*map(add, v, change[n])] for n, v in before.items() if n in change}
-    return sorted(found)
-
-
-def differ(one: float, other: float) -> bool:
-    return not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import add
 from pathlib import Path
+from typing import Literal
 
 from colotrain.audit.ratios import Sketch, unpacked
 from colotrain.audit.records import (
@@ -82,6 +85,34 @@ def details_of(step: ObservedStep) -> Details:
 
 def sketches(texts: dict[str, str] | None) -> dict[str, Sketch]:
     return {name: unpacked(text) for name, text in (texts or {}).items()}
+
+
+ROUNDING = 1e-9
+"""Difference of two sketches of one tensor, relative to its norm."""
+BY_HAND = 0.01
+"""Change between two steps that counts, as a share of the step's: less is rounding."""
+
+
+def changed_between_steps(rank: RankEvidence, kind: Literal["frozen", "trainable"]) -> list[str]:
+    """Parameters that have other values at a step than after the one before that was looked into.
+
+    Trainable ones must be the optimizer's, and the steps follow each other.
+    """
+    found, after, moved, last = set[str](), dict[str, Sketch](), dict[str, float](), 0
+    for (step, details), member in zip(rank.steps_with_details(), rank.members, strict=False):
+        before, change = sketches(details.weights), sketches(details.change)
+        if kind == "frozen" or step.step == last + 1:
+            found |= {
+                n
+                for n in set(getattr(member, kind)).difference(member.missing)
+                if n in before
+                and n in after
+                and math.dist(before[n], after[n])
+                > ROUNDING * math.hypot(*after[n]) + BY_HAND * moved[n]
+            }
+        after = {n: [*map(add, v, change[n])] for n, v in before.items() if n in change}
+        moved, last = {n: math.hypot(*v) for n, v in change.items()}, step.step
+    return sorted(found)
 
 
 def evidence(rundir: RunDir) -> Evidence:

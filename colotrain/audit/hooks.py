@@ -118,12 +118,17 @@ def _wrap_forward() -> None:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            seen = observer()
-            if not seen.quiet and not seen.backward_depth:
-                with seen.guarded():
-                    seen.forward(self, (args, kwargs))
-        return original(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        seen = observer()
+        if not seen.quiet and not seen.backward_depth:
+            with seen.guarded():
+                seen.forward(self, (args, kwargs))
+        seen.forward_depth += 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            seen.forward_depth -= 1
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
@@ -388,7 +393,12 @@ def _wrap_sampler() -> None:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         order, seen = original(self), observer()
-        return seen.passing(self, order, here()) if self.shuffle and not seen.quiet else order
+        if seen.quiet:
+            return order
+        with seen.guarded():
+            drawn = f"shuffle={self.shuffle}, seed={self.seed}, drop_last={self.drop_last}"
+            seen.remark("sampler", drawn)
+        return seen.passing(self, order, here()) if self.shuffle else order
 
     sampler.__iter__ = iterate  # type: ignore[method-assign]
 

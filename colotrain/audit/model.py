@@ -55,6 +55,9 @@ class Roots:
             self._inside.add(each)
         return True
 
+    def have(self, module: nn.Module) -> bool:
+        return module in self._inside
+
     def all(self) -> list[nn.Module]:
         return [module for root in self._roots if (module := root()) is not None]
 

@@ -18,12 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
-from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
+from colotrain.audit.optimizers import (
+    ENGINES,
+    Optimizers,
+    at_rest,
+    is_plain_sgd,
+    learning_rate,
+    positions,
+)
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark, Sharding
-from colotrain.audit.reference import Taps, packed, sketch
+from colotrain.audit.reference import GATHERED, Taps, packed, sketch
 from colotrain.audit.report import Report, rank, undivided, world_size
 from colotrain.audit.sites import Site, here
-from colotrain.audit.window import Origin, Window, number, origin_of, product
+from colotrain.audit.window import (
+    Origin,
+    Window,
+    last_backward,
+    leaves_of,
+    number,
+    origin_of,
+    product,
+)
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
@@ -52,6 +67,8 @@ class Observer:
         self.backwards = 0
         """Calls of backward that began."""
         self.backward_at = self.forward_at = Site("")
+        self.forward_depth = 0
+        """Calls of modules that are under way."""
         self.forwards = 0
         """Forwards of training since the last step."""
         self.marks: tuple[Sample, Sample] = {}, {}
@@ -64,6 +81,8 @@ class Observer:
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
+        self.loose: dict[int, str] = {}
+        """Id of a parameter that a loss has and no optimizer and no module → what it is."""
         self.mark_before = ""
         self.before: dict[str, Tensor] = {}
         """Sketches of the weights before the step under way."""
@@ -111,16 +130,21 @@ class Observer:
         return coming <= FIRST or coming % EVERY == 0
 
     def forward(self, module: nn.Module, inputs: object) -> None:
-        if self.backward_depth or not self.roots.add(module):
+        if self.backward_depth:
             return
+        is_root = self.roots.add(module)
+        if not is_root and (self.forward_depth or not self.roots.have(module)):
+            return  # a root's forward is under way, and calls its parts
         if torch.is_grad_enabled():
             self.forwards += 1
             self.forward_at, self.window.forwarded = here(), True
-            self.window.modes.note(module, self.forward_at)
+            if is_root:
+                self.window.modes.note(module, self.forward_at)
         if not self.is_looking or self.window.is_closed:
             return
         self.taps.watch(self.roots)
-        self.window.modes.count(module)
+        if is_root:
+            self.window.modes.count(module)
         if torch.is_grad_enabled():
             self.window.wants_inputs |= model.has_leaf(inputs)
             self.window.given_number |= model.has_number(inputs)
@@ -136,17 +160,20 @@ class Observer:
         self.backwards += 1
         if self.window.is_closed:
             return
-        if self.is_looking and self.window.backwards and self._was_aside():
-            self.window = self.window.restarted()
-        window = self.window
-        window.began(self.backward_at)
         loss = losses if isinstance(losses, Tensor) else None
         if isinstance(losses, list | tuple) and len(losses) == 1:
             loss = losses[0]
+        again = plain and loss is not None and self._was_begun(loss)
+        if self.is_looking and self.window.backwards and self._was_aside(again=again):
+            self.window = self.window.restarted()
+        window = self.window
+        window.began(self.backward_at)
+        if again and window.backwards and self._has_gradients():
+            window.again_at = self.backward_at
         origin = Origin() if loss is None else origin_of(loss)
         factors = origin.factors
         if window.backwards == 0 and self.is_looking and self.optimizers.steps:
-            window.stale = self._has_gradients() and not window.zero_calls
+            window.stale = not window.set_aside and self._has_gradients(stepped=True)
         if loss is not None and loss.numel() == 1:
             window.losses.append((loss.detach().clone(), product(factors)[0]))
         if self.is_looking:
@@ -157,26 +184,51 @@ class Observer:
             if loss is None or not plain or loss.numel() != 1:
                 window.why_not = "backward was called with other arguments than one loss"
             window.product = product(factors)
+            if loss is not None and not any(self.optimizers.steps):
+                self._note_loose(loss)
             attached = self.taps.attach(self.roots, self.optimizers.outside(self.roots))
             window.why_not = window.why_not or attached or self.blocked
 
-    def _gradients(self) -> Iterator[Tensor]:
-        """Yield this rank's parts of the gradients that an optimizer is to step with."""
-        held = self.optimizers.held()
+    def _note_loose(self, loss: Tensor) -> None:
+        """Note parameters in a loss that are in no module that ran and in no optimizer."""
+        if model.framework(self.roots.all()) in (*GATHERED, *ENGINES):
+            return
+        known = {id(p) for root in self.roots.all() for p in root.parameters()}
+        for leaf in leaves_of(loss):
+            if (
+                isinstance(leaf, nn.Parameter)
+                and id(leaf) not in known | self.optimizers.held().keys()
+            ):
+                self.loose[id(leaf)] = f"one of shape {list(leaf.shape)}"
+
+    def _gradients(self, *, stepped: bool = False) -> Iterator[Tensor]:
+        """Yield this rank's parts of gradients that an optimizer has, or one that made a step."""
+        held = self.optimizers.held(stepped=stepped)
         for parameter in self.roots.parameters().values():
             if parameter.grad is not None and id(parameter) in held:
-                yield model.local(parameter.grad.detach())
+                own = model.local(parameter.grad.detach())
+                yield own.coalesce().values() if own.is_sparse else own
 
-    def _has_gradients(self) -> bool:
-        return any(bool(gradient.count_nonzero()) for gradient in self._gradients())
+    def _has_gradients(self, *, stepped: bool = False) -> bool:
+        return any(bool(gradient.count_nonzero()) for gradient in self._gradients(stepped=stepped))
 
-    def _was_aside(self) -> bool:
+    def _was_begun(self, loss: Tensor) -> bool:
+        """Whether a backward of this step began at a loss or a term of it; note that one does."""
+        if loss.grad_fn is None:
+            return False
+        first = self.backwards - self.window.backwards
+        return last_backward(loss, self.backwards) >= first
+
+    def _was_aside(self, *, again: bool) -> bool:
         """Whether the backwards before this one were for something else than the step.
 
-        Their gradients are gone, and moved the weights meanwhile or were the inputs'.
+        Their gradients are gone, and this one computes them `again`, or they moved the weights
+        meanwhile or were the inputs'.
         """
         if self.window.lost < self.window.backwards and self._has_gradients():
             return False
+        if again and self.window.micro_batches == 1:
+            return True
         return self.window.wants_inputs or has_changed(self.marks[0], sample(self._leaves()))
 
     def _leaves(self) -> Iterable[Tensor]:
@@ -325,7 +377,11 @@ class Observer:
         self.count(index, own or optimizer, details)
         if looking:
             step = self.optimizers.steps[index]
-            self.write(self.optimizers.membership(step, self.roots, complete=own is None))
+            self.write(
+                self.optimizers.membership(
+                    step, self.roots, loose=[*self.loose.values()], complete=own is None
+                )
+            )
         self.taps.whole.clear()
         if self.limit and min(self.optimizers.steps) >= self.limit:
             self.finish()
@@ -349,6 +405,7 @@ class Observer:
                 unseen=window.unseen,
                 skips=window.skips,
                 backward_at=window.backward_at.plain(),
+                again_at=window.again_at.plain(),
                 step_calls=max(1, window.step_calls),
                 closure_calls=window.closure_calls,
                 zero_calls=window.zero_calls,
@@ -360,6 +417,7 @@ class Observer:
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
+                factor=window.losses[-1][1] if window.losses else 1.0,
                 mark=self.mark_before,
                 rebuilt=self.optimizers.is_rebuilt(index, optimizer),
                 off=off,

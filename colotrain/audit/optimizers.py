@@ -109,9 +109,10 @@ class Optimizers:
         made = [optimizer for optimizer in self._made if not any(optimizer is o for o in stepped)]
         return stepped + made
 
-    def held(self) -> dict[int, Tensor]:
-        """Return the parameters of all optimizers by their ids."""
-        return {id(p): p for optimizer in self.all() for _, p in positions(optimizer)}
+    def held(self, *, stepped: bool = False) -> dict[int, Tensor]:
+        """Return the parameters of all optimizers, or of those that made a step, by their ids."""
+        known = [ref() for ref in self._stepped] if stepped else self.all()
+        return {id(p): p for optimizer in known for _, p in positions(optimizer)}
 
     def outside(self, roots: model.Roots) -> dict[str, Tensor]:
         """Return leaves that optimizers hold and no module that ran has, by the script's names."""
@@ -124,7 +125,9 @@ class Optimizers:
                 found[model.unused(name, found)] = p
         return found
 
-    def membership(self, step: int, roots: model.Roots, *, complete: bool) -> Membership:
+    def membership(
+        self, step: int, roots: model.Roots, *, loose: list[str], complete: bool
+    ) -> Membership:
         """Return which parameters the model and the optimizers have at a step."""
         parameters, held = roots.parameters(), self.held() if complete else {}
         apart = roots.apart() if complete else set()
@@ -145,6 +148,7 @@ class Optimizers:
             ],
             apart=[n for n in apart if parameters[n].grad is not None],
             twice=[n for n, p in parameters.items() if id(p) in twice],
+            loose=loose,
             shared=[n for n, p in parameters.items() if owners[id(p)] > 1],
             foreign=len(foreign),
             copies=sum(p.grad is not None for p in foreign),

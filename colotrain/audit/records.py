@@ -37,6 +37,8 @@ class Membership(EventKind):
     """Trainable parameters with gradients, of models of which no optimizer has any."""
     twice: list[str]
     """Parameters that one optimizer has twice."""
+    loose: list[str]
+    """Parameters in a loss that are in no module that ran and in no optimizer."""
     shared: list[str]
     """Parameters that several optimizers have."""
     foreign: int
@@ -75,6 +77,8 @@ class ObservedStep(EventKind):
     skips: int = 0
     """Steps that were left out since the last one, because gradients were not finite."""
     backward_at: list[str]
+    again_at: list[str]
+    """Last backward of a loss that had one in this step, or has a term that had; empty: none."""
     step_calls: int
     """Calls of the engine's `step` since the last real one; 1 without an engine."""
     closure_calls: int
@@ -92,6 +96,8 @@ class ObservedStep(EventKind):
     scale: bool
     """Whether a GradScaler scaled a loss."""
     losses: list[Any]
+    factor: float = 1.0
+    """What the last micro-batch's loss was multiplied by, without a GradScaler's scale."""
     mark: str = ""
     """Hash of some elements of all trained weights before the step; empty for one rank."""
     rebuilt: bool
@@ -189,7 +195,7 @@ class Remark(EventKind):
     """Something that one process noticed once."""
 
     what: str
-    """reentrant, failure, skipped, limit, or no step, order."""
+    """reentrant, failure, skipped, limit, no step, order, or sampler."""
     text: str
     site: list[str]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights
-from colotrain.audit.evidence import Evidence, sketches
+from colotrain.audit.evidence import Evidence, changed_between_steps, sketches
 from colotrain.audit.ratios import CLOSE, Sketch, differs, mean, near, norm, ratio
 from colotrain.audit.records import Details
 from colotrain.audit.sites import Site
@@ -48,7 +48,8 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
     """Compare the steps that were looked into with their references."""
     if why := why_not(evidence, compared):
         names = ("accumulation", "gradient", "targets")
-        return [*(unchecked(name, why) for name in names), update(compared, None)]
+        own_update = _worst([update(compared, None), *beside_steps(evidence)])
+        return [*(unchecked(name, why) for name in names), own_update]
     usable = [each for each in compared if not any(d.why_not for d in each.details)]
     gradient_verdict = _worst([gradient(each) for each in usable])
     if len(usable) > 1 and all(each.held and is_gone(each) for each in usable):
@@ -56,12 +57,34 @@ def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[V
         gradient_verdict = wrong("gradient", text, usable[0].step.site, step=usable[0].step.step)
     if gradient_verdict.outcome == "wrong" and averages_weights(evidence, compared):
         gradient_verdict = unchecked("gradient", AVERAGED)
+    referenced = next((e for e in reversed(usable) if e.details[0].lr), usable[-1])
     return [
-        _worst([accumulation(each) for each in usable]),
+        _worst([*(accumulation(each) for each in usable), *short_steps(evidence, usable[0].usual)]),
         gradient_verdict,
         _worst([targets(each) for each in usable]),
-        update(compared, next((e for e in reversed(usable) if e.details[0].lr), usable[-1])),
+        _worst([update(compared, referenced), *beside_steps(evidence)]),
     ]
+
+
+def short_steps(evidence: Evidence, usual: int) -> list[Verdict]:
+    """Look for steps of fewer micro-batches than the others, whose losses are divided alike."""
+    for step in evidence.first.steps:
+        if step.micro_batches < usual and step.factor and near(1 / step.factor, usual):
+            why = (
+                f"step {step.step} has {step.micro_batches} of {usual} micro-batches, and its loss "
+            )
+            return [unknown("accumulation", f"{why}is divided by {usual}", step.backward_at)]
+    return []
+
+
+def beside_steps(evidence: Evidence) -> list[Verdict]:
+    """Look for parameters of the optimizer that the script itself changes, too."""
+    own = evidence.first
+    changed = changed_between_steps(own, "trainable") if own.num_optimizers == 1 else []
+    if not changed or not own.members[0].complete:
+        return []
+    why = f"the script itself changes {named(changed)} between steps; that may be meant"
+    return [unknown("update", why, own.steps[0].site)]
 
 
 def loss_scale(each: ComparedStep) -> float:
@@ -84,6 +107,9 @@ def gradient(each: ComparedStep) -> Verdict:
         return unchecked(name, "it was clipped between its micro-batches (see clipping)")
     if local_norms(each) is not None:
         return unchecked(name, "each rank clipped by a norm of its own (see clipping)")
+    if changed := changed_after_clip(each):
+        why = f"the script changes gradients after it clips them: {named(changed)}"
+        return unchecked(name, why, each.step.site)
     if each.readers_apart:
         return unchecked(name, "ranks that share parameters have different inputs (see data)")
     found, wanted = each.gradients(), each.reference("declared")
@@ -121,6 +147,20 @@ def gradient(each: ComparedStep) -> Verdict:
             return unchecked(name, f"{text}: the script changes gradients after backward", site)
         return wrong(name, text, site, step=number)
     return explained(each, found, factor, left, lost)
+
+
+def changed_after_clip(each: ComparedStep) -> list[str]:
+    """Return parameters whose gradient at the step is no multiple of the one that was clipped."""
+    own = each.details[0]
+    if own.before_clip is None or any(clip["by"] == "value" for clip in each.step.clips):
+        return []
+    before, now = sketches(own.before_clip), sketches(own.gradient)
+    least, changed = NEGLIGIBLE * norm(before), []
+    for name, value in before.items():
+        factor, left = ratio({name: now.get(name, [])}, {name: value}) if name in now else (0.0, 0)
+        if norm({name: value}) > least and not left < FEW_PERCENT * factor:
+            changed.append(name)
+    return changed
 
 
 def is_gone(each: ComparedStep) -> bool:
@@ -304,6 +344,14 @@ def normalised(each: ComparedStep) -> Verdict | None:
     if share is not None and world > 1 and near(share, 1 / world):
         text = f"{share:.2f} of the mean over all targets: divided by those of all {world} ranks, "
         return wrong(name, f"{text}over which gradients are averaged, too", *sites)
+    by_num = [site for value, site in factors if each.num > 1 and near(value, 1 / each.num)]
+    if share is not None and by_num and near(share, 1 / each.num):
+        text = (
+            f"{share:.2f} of the mean over all targets: divided by their number, and by {each.num}"
+        )
+        if weights_of(each.details[0]).issuperset(by_num):
+            return unknown(name, f"{text}, if that is not a part of the loss", *by_num)
+        return wrong(name, f"{text} micro-batches again", *sites, step=each.step.step)
     if by_count(each, "sum") is None:
         return None
     whole = math.prod(value for value, _ in factors)
@@ -314,6 +362,9 @@ def normalised(each: ComparedStep) -> Verdict | None:
 def accumulation(each: ComparedStep) -> Verdict:
     """Compare the gradient with the mean of the undivided losses' gradients."""
     name, num = "accumulation", each.num
+    if again := [step.again_at for step in each.steps if any(step.again_at)]:
+        text = "a backward goes through a loss that had one in this step: its gradient counts twice"
+        return wrong(name, text, again[0], step=each.step.step)
     factors = applied(each.details[0])
     whole = math.prod(value for value, _ in factors)
     if (found := normalised(each)) is not None:

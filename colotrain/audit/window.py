@@ -17,6 +17,8 @@ KEY = "colotrain"
 """Key in the metadata of an autograd node, of the factor that the node applies."""
 SUMMED = "colotrain summed"
 """Key of what a sum adds: how many of its numbers are not zero, and how many there are."""
+DONE = "colotrain backward"
+"""Key of the number of the last backward that began at a node, or at a multiple of it."""
 TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "_DDPSinkBackward")
 """Nodes between a loss and its factors that change nothing."""
 OF_ONE = 1, 1
@@ -25,6 +27,8 @@ EXACT = 1e-5
 """Relative difference of a number and its float32 value."""
 MOST_NODES = 256
 """Nodes of a loss that are followed at most."""
+MOST_NODES_OF_GRAPH = 100_000
+"""Nodes that are followed at most to the leaves."""
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ class Window:
     clipped_ids: set[int] = field(default_factory=set)
     """Ids of the parameters whose gradients were clipped."""
     backward_at: Site = field(default_factory=lambda: Site(""))
+    again_at: Site = field(default_factory=lambda: Site(""))
     losses: list[tuple[Tensor, float]] = field(default_factory=list)
     """Detached losses, and the product of the factors that were applied to them."""
     zero_calls: int = 0
@@ -257,6 +262,47 @@ def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, s
     if operand is not None:
         terms = num_terms(loss.grad_fn)
         node.metadata[KEY] = Factor(by, inverse, operand, site, scale, terms)
+
+
+def last_backward(loss: Tensor, number: int) -> int:
+    """Note that backward `number` begins at a loss, and return the last one before.
+
+    That is one that began at this loss or at a term of it, whatever either was multiplied by.
+    """
+    whole: Any = loss.grad_fn
+    while _scales(whole) and len(following := _following(whole)) == 1:
+        (whole,) = following
+    nodes, last = [whole], 0
+    for _ in range(MOST_NODES):
+        if not nodes:
+            break
+        node = nodes.pop()
+        last = max(last, node.metadata.get(DONE, 0))
+        if _scales(node) or node.name() == "AddBackward0":
+            nodes += _following(node)
+    if "AccumulateGrad" not in whole.name():  # a parameter is no loss
+        whole.metadata[DONE] = number
+    return last
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a loss has gradients for."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes and len(seen) < MOST_NODES_OF_GRAPH:
+        node: Any = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += _following(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+
+
+def _scales(node: Any) -> bool:
+    return KEY in node.metadata or node.name() in TRANSPARENT
+
+
+def _following(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
 
 
 def num_terms(node: Any) -> int:

@@ -1537,6 +1537,199 @@ def wrong_adapters_not_added() -> None:
         optimizer.zero_grad()
 
 
+def wrong_backward_twice() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = error(net)
+        loss.backward(retain_graph=True)
+        loss.backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_backward_twice_divided() -> None:
+    """As by a library that divides the loss within each call."""
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = error(net)
+        (loss / 1).backward(retain_graph=True)
+        (loss / 1).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def terms_of_several_backwards() -> None:
+    """A parameter and a penalty that are terms of each micro-batch's loss."""
+    net, width = made(8, 16, 1), nn.Parameter(torch.zeros(()))
+    optimizer = SGD([*net.parameters(), width], lr=0.1)
+    for _ in range(STEPS):
+        penalty = 0.01 * net[-1].weight.square().mean()
+        for _ in range(2):
+            loss = error(net) * torch.exp(-width) + width + penalty
+            (loss / 2).backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_sum_so_far() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        total = 0
+        for _ in range(2):
+            total = total + error(net) / 2
+            total.backward(retain_graph=True)  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backward_twice_after_zero_grad() -> None:
+    """A loss whose gradient is measured by itself before that of the whole one."""
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = error(net)
+        loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        (loss + 0.01 * net[-1].weight.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_zeroed_after_clip() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        clip_grad_norm_(net.parameters(), 0.1)
+        net[0][0].bias.grad.zero_()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_zeroes_another() -> None:
+    net = made(8, 16, 1)
+    optimizer, old = SGD(net.parameters(), lr=0.1), SGD(made(8, 1).parameters(), lr=0.1)
+    for _ in range(STEPS):
+        old.zero_grad()
+        error(net).backward()  # here
+        optimizer.step()
+
+
+def one_optimizer_for_each_phase() -> None:
+    """Gradients of what the second phase alone trains stay, and no step uses them."""
+    net = made(8, 16, 1)
+    first, second = SGD(net[-1].parameters(), lr=0.1), SGD(net.parameters(), lr=0.1)
+    for optimizer in (first, second):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            error(net).backward()
+            optimizer.step()
+
+
+def parts_called_alone() -> None:
+    """The model as a whole evaluates, and its parts train, with accumulation."""
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            error(net)
+        for _ in range(2):
+            x, y = batch()
+            (F.mse_loss(net[1](net[0](x)), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_moved_by_hand_too() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()  # here
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+        optimizer.zero_grad()
+
+
+def wrong_rate_of_a_group() -> None:
+    net = made(8, 16, 1)
+    groups = [{"params": net[0].parameters()}, {"params": net[1].parameters()}]
+    optimizer = SGD(groups, lr=0.1)  # here
+    plan = lr_scheduler.LambdaLR(optimizer, [lambda epoch: epoch // 100, lambda epoch: 1.0])
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        plan.step()
+        optimizer.zero_grad()
+
+
+def wrong_clips_gradients() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        clip_grad_norm_([p.grad for p in net.parameters()], 0.1)  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_seed_of_a_sampler() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    sampler = torch.utils.data.DistributedSampler(data, seed=dist.get_rank())
+    for (x,) in torch.utils.data.DataLoader(data, 8, sampler=sampler):  # here
+        F.mse_loss(net(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Scaled(nn.Module):
+    """A model with parameters in a list, which `parameters` does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scales = made(8, 16, 1), [nn.Parameter(torch.ones(16))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[1](self.net[0](x) * self.scales[0])
+
+
+def wrong_parameters_in_a_list() -> None:
+    net = Scaled()
+    optimizer = SGD(net.parameters(), lr=0.1)  # here
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_rest_of_an_epoch() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for number in range(4 * STEPS + 1):
+        (error(net) / 4).backward()  # here
+        if number % 4 == 3 or number == 4 * STEPS:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrong_by_tokens_and_micro_batches() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        parts = [masked() for _ in range(2)]
+        total = torch.stack([mask.sum() for *_, mask in parts]).sum()
+        for part in parts:
+            (errors(net, part).sum() / total / len(parts)).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def main() -> None:
     torch.manual_seed(0)
     if WORLD > 1:

@@ -58,6 +58,8 @@ ON_TWO = {
     "wrong_means_times_ranks",
     "wrong_never_synced",
     "wrong_same_order",
+    "wrong_seed_of_a_sampler",
+    "wrong_sum_so_far",
     "wrong_criterion_outside_ddp",
     "wrong_outside_ddp",
 }
@@ -65,8 +67,12 @@ ON_TWO = {
 WRONG = {
     "wrong_adapters_not_added": ("parameters", "wrong", "0.0.up, 0.0.down.weight"),
     "wrong_averaged_twice": ("gradient", "wrong", "divided by 2 ranks once more"),
+    "wrong_backward_twice": ("accumulation", "wrong", "a loss that had one in this step"),
+    "wrong_backward_twice_divided": ("accumulation", "wrong", "a loss that had one in this step"),
     "wrong_by_all_ranks_tokens": ("accumulation", "wrong", "divided by those of all 2 ranks"),
+    "wrong_by_tokens_and_micro_batches": ("accumulation", "wrong", "and by 2 micro-batches again"),
     "wrong_clips_a_part": ("clipping", "cannot tell", "1.weight, 1.bias; that may be meant"),
+    "wrong_clips_gradients": ("clipping", "wrong", "clips nothing"),
     "wrong_compiled_and_not_divided": ("accumulation", "wrong", "not divided"),
     "wrong_criterion_outside_ddp": ("gradient", "wrong", "its own gradient of log"),
     "wrong_frozen_by_hand": ("frozen", "cannot tell", "changes 0.0.bias between"),
@@ -76,17 +82,29 @@ WRONG = {
     "wrong_lbfgs_old_copy": ("parameters", "wrong", "4 parameters of another model"),
     "wrong_means_times_ranks": ("accumulation", "wrong", "multiplied by 2, the number of ranks"),
     "wrong_new_optimizer_each_step": ("update", "wrong", "3 of 4 steps are by a new optimizer"),
+    "wrong_parameters_in_a_list": (
+        "parameters",
+        "cannot tell",
+        "in no optimizer: one of shape [16]",
+    ),
+    "wrong_rate_of_a_group": ("parameters", "cannot tell", "zero in all steps looked into: 0.0."),
+    "wrong_rest_of_an_epoch": ("accumulation", "cannot tell", "step 5 has 1 of 4 micro-batches"),
     "wrong_same_order": ("data", "wrong", "the order of epoch 0"),
+    "wrong_seed_of_a_sampler": ("data", "wrong", "seed=0, drop_last=False; shuffle=True, seed=1"),
+    "wrong_sum_so_far": ("accumulation", "wrong", "a loss that had one in this step"),
     "wrong_taken_away_by_hand": ("gradient", "wrong", "the script takes all gradients away"),
     "wrong_tie_is_broken": ("parameters", "wrong", "these are two: table.weight, head.weight"),
+    "wrong_moved_by_hand_too": ("update", "cannot tell", "itself changes 0.0.bias, 0.0.weight, 1"),
     "wrong_never_synced": ("update", "wrong", "though backward computed gradients"),
     "wrong_not_finite": ("update", "wrong", "made parameters that are not finite"),
     "wrong_outside_ddp": ("gradient", "wrong", "its own gradient of scale"),
     "wrong_own_means": ("accumulation", "wrong", "a step is the sum of 2"),
     "wrong_scale_left": ("gradient", "wrong", "a GradScaler's scale is still on it"),
     "wrong_still_in_eval_mode": ("mode", "wrong", "so that these are off: body.1, body.3"),
+    "wrong_zeroed_after_clip": ("gradient", "not checked", "after it clips them: 0.0.bias"),
     "wrong_zeroed_in_place": ("update", "wrong", "though backward computed gradients"),
     "wrong_zeroed_between": ("zeroing", "wrong", "1 of 2 micro-batches are zeroed"),
+    "wrong_zeroes_another": ("zeroing", "wrong", "gradients of the last step are still there"),
 }
 """Script that is wrong → the check that says so, its outcome, and what it says."""
 RIGHT = [name for name in NAMES if not name.startswith("wrong_")]
@@ -101,13 +119,14 @@ NOT_CHECKED = {
     "in_backward",
     "left_out",
     "master_weights",
+    "one_optimizer_for_each_phase",
     "second_order",
     "two_optimizers",
     "updated_by_hand",
     "without_autograd",
 }
 """Right scripts of which a check that concerns them cannot be made."""
-KNOWN = {"lbfgs", "sam", "adversarial", "groups", "moving_average", "several_losses", "two_lines"}
+KNOWN = {"lbfgs", "sam", "adversarial", "moving_average", "several_losses", "two_lines"}
 """Right scripts of which everything is known but the number of targets."""
 
 

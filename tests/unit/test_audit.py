@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from colotrain.audit.checks import check, dropout
+from colotrain.audit.checks import check, dropout, scheduler
 from colotrain.audit.command import START, environment, hidden_python
 from colotrain.audit.evidence import Evidence, RankEvidence
 from colotrain.audit.ratios import mean, ratio, unpacked
@@ -143,6 +143,7 @@ def observed(step: int, micro_batches: int) -> ObservedStep:
         micro_batches=micro_batches,
         backwards=micro_batches,
         backward_at=["train.py:7", ""],
+        again_at=["", ""],
         step_calls=1,
         closure_calls=0,
         zero_calls=0,
@@ -173,6 +174,20 @@ def test_a_step_of_other_micro_batches_than_the_engines_is_wrong(
     )
     (found, *_) = check(Evidence(ranks=[own], remarks=[], failures=[]))
     assert (found.check, found.outcome) == ("steps", outcome), found
+
+
+@pytest.mark.parametrize(("ranks", "outcome"), [(1, "wrong"), (2, "cannot tell")])
+def test_accelerate_makes_a_scheduler_step_per_process_and_not_more(
+    ranks: int, outcome: str
+) -> None:
+    site = ["train.py:9", "accelerate/scheduler.py:82"]
+    steps = [
+        SimpleNamespace(step=n, scheduler_steps=2 * (n > 1), scheduler_at=site, skips=0)
+        for n in (1, 2, 3)
+    ]
+    first = SimpleNamespace(steps=steps, num_optimizers=1)
+    evidence = SimpleNamespace(first=first, world_size=ranks)
+    assert scheduler(cast(Any, evidence)).outcome == outcome
 
 
 @pytest.mark.parametrize(
