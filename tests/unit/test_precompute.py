@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from colotrain.data.read.precomputed import WithPrecomputed
 from colotrain.engine.state.run_state import Stop
 from colotrain.engine.step import precompute
 from colotrain.models.llm import LLM
+from colotrain.models.objective import kept_of
 from colotrain.rundir import RunDir
-from colotrain.spec.objectives import DistillPlan
-from colotrain.spec.phases import Phase
+from colotrain.spec.objectives import DPO, DistillPlan
+from colotrain.spec.plan import ModelPlan
 
 VOCAB = 17
 DISTILL = DistillPlan(teacher="", top_k=5, alpha=0.7, temperature=1.7)
@@ -28,8 +30,7 @@ def plan_of(kind: str) -> Any:
     return SimpleNamespace(
         batch=SimpleNamespace(micro_batch=3),
         train=SimpleNamespace(precision="fp32"),
-        data=SimpleNamespace(pairs=kind == "reference"),
-        model=SimpleNamespace(distill=DISTILL if kind == "teacher" else None),
+        model=ModelPlan(target="", objective=DISTILL if kind == "teacher" else DPO()),
     )
 
 
@@ -42,10 +43,10 @@ def model_of() -> nn.Module:
 
 
 def opened(plan: Any, own: list[dict[str, Tensor]], folder: Path) -> WithPrecomputed:
-    asked = precompute.pass_of(plan)
-    assert asked is not None
+    kept = kept_of(plan.model)
+    assert kept is not None
     return WithPrecomputed(
-        own, asked.entry, asked.unknown, rundir=RunDir(folder), folder=folder / "x", split="train"
+        own, kept.entry, kept.empty, rundir=RunDir(folder), folder=folder / "x", split="train"
     )
 
 
@@ -76,25 +77,25 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows(
     )
     monkeypatch.setattr(precompute, "reshard", lambda sharded: None)
     monkeypatch.setattr(precompute, "build_whole", lambda plan, seed: model)
-    asked = precompute.pass_of(plan)
-    assert asked is not None
+    kept = kept_of(plan.model)
+    assert kept is not None
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     samples, whole = (opened(plan, own, tmp_path / folder) for folder in ("a", "b"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with torch.no_grad(), asked.begin(run) as rows:
-            precompute.compute(run, rows, samples, [*range(10)], asked.phase)
+        with torch.no_grad(), precompute.asked(run) as model:
+            precompute.compute(run, model, samples, [*range(10)], kept)
             assert run.stop.reason == "SIGTERM"
             run.stop.reason = None
-            precompute.compute(run, rows, whole, [*range(10)], asked.phase)
+            precompute.compute(run, model, whole, [*range(10)], kept)
     finally:
         dist.destroy_process_group()
     assert run.stop.reason is None
     assert [samples.knows(index) for index in range(10)] == 6 * [True] + 4 * [False]
     assert all(whole.knows(index) for index in range(10))
-    assert all(torch.equal(samples[i][asked.entry], whole[i][asked.entry]) for i in range(6))
-    found = whole[9][asked.entry]
+    assert all(torch.equal(samples[i][kept.entry], whole[i][kept.entry]) for i in range(6))
+    found = whole[9][kept.entry]
     if kind == "teacher":
         found = found[:, 5:10].contiguous().view(torch.float32)
     torch.testing.assert_close(found, expected(model, kind, ids[9]), check_dtype=False)
@@ -106,7 +107,7 @@ def test_ranks_share_the_samples_and_none_is_written_twice(monkeypatch: pytest.M
     own = [{"labels": torch.tensor([i])} for i in range(11)]
     plan, calls = plan_of("reference"), []
 
-    def rows(batch: Any) -> Tensor:
+    def rows(model: nn.Module, batch: Any) -> Tensor:
         calls.append(len(batch["labels"]))
         return batch["labels"].double()
 
@@ -114,13 +115,17 @@ def test_ranks_share_the_samples_and_none_is_written_twice(monkeypatch: pytest.M
     for rank in (0, 1):
         run: Any = SimpleNamespace(
             plan=plan,
+            sharded=SimpleNamespace(calls={}),
             **{"device": torch.device("cpu"), "rank": rank, "at": lambda phase: None},
             stop=Stop(lambda: None),
         )
         samples: Any = SimpleNamespace(
             samples=own, write=lambda ids, rows: written.extend(zip(ids, rows, strict=True))
         )
-        precompute.compute(run, rows, samples, [*range(11)], Phase.REFERENCE)
+        kept = kept_of(plan.model)
+        assert kept is not None
+        kept = replace(kept, rows=rows)
+        precompute.compute(run, nn.Identity(), samples, [*range(11)], kept)
     assert calls == [3, 3, 3, 3]  # as many on both ranks
     assert sorted(i for i, _ in written) == [*range(11)]
     assert all(row.item() == i for i, row in written)

@@ -15,7 +15,8 @@ from colotrain.data.prepare.tokens import prepare_all
 from colotrain.engine.state import checkpoint
 from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.sources import sources_of, tell_changed_files, warnings_of
-from colotrain.spec.plan import DataPlan
+from colotrain.spec.objectives import DPO, DistillPlan, ObjectivePlan
+from colotrain.spec.plan import DataPlan, ModelPlan
 
 
 def plan_of(path: Path, **changes: Any) -> DataPlan:
@@ -30,8 +31,14 @@ def plan_of(path: Path, **changes: Any) -> DataPlan:
     )
 
 
-def warned(now: dict[str, str], then: dict[str, str], *settings: str) -> list[str]:
-    run: Any = SimpleNamespace(saver=SimpleNamespace(sources=now))
+def warned(
+    now: dict[str, str],
+    then: dict[str, str],
+    *settings: str,
+    objective: ObjectivePlan | None = None,
+) -> list[str]:
+    plan = SimpleNamespace(model=ModelPlan(target="mine:Model", objective=objective))
+    run: Any = SimpleNamespace(saver=SimpleNamespace(sources=now), plan=plan)
     manifest: Any = SimpleNamespace(sources=then, step=4)
     return [*warnings_of(run, manifest, [*settings])]
 
@@ -64,17 +71,19 @@ def test_what_differs_is_told_in_one_line_each() -> None:
     assert warned({"num_samples": "9"}, {"num_samples": "10"})[0].startswith(
         "was made with 10 samples of data.target, of which there are 9 now"
     )
-    first, second = warned({"data": "y", "teacher": "u"}, same, "train.seed")
+    now = {"data": "y", "teacher": "u"}
+    first, second = warned(now, same, "train.seed", objective=DistillPlan(teacher="there"))
     assert first.startswith("was made with another train.seed: the order")
     assert "train.distill.teacher" in second
-    (line,) = warned({"reference": "b"}, {"reference": "a"})
+    (line,) = warned({"reference": "b"}, {"reference": "a"}, objective=DPO())
     assert "the reference from step 5 on" in line
 
 
 def test_a_stream_and_an_own_dataset_are_known_by_their_length_alone() -> None:
     own: Any = SimpleNamespace(
-        data=SimpleNamespace(source="target", pairs=False),
-        model=SimpleNamespace(distill=None, hf=None),
+        data=SimpleNamespace(source="target"),
+        model=ModelPlan(target="mine:Model"),
+        train=SimpleNamespace(precision="fp32"),
     )
     assert sources_of(own, [], num_samples=12) == {"num_samples": "12"}
     assert sources_of(own, [], num_samples=2**63 - 1) == {}
@@ -90,7 +99,7 @@ def test_data_that_change_before_a_restart_from_memory_are_told(
     run: Any = SimpleNamespace(
         rank=0,
         step=4,
-        plan=plan_of(Path("text.txt")),
+        plan=SimpleNamespace(data=plan_of(Path("text.txt")), model=ModelPlan(target="mine:Model")),
         saver=SimpleNamespace(sources={"data": "now"}),
         events=SimpleNamespace(write=lambda event: told.append(getattr(event, "text", ""))),
     )

@@ -70,7 +70,7 @@ def with_precomputed(samples: Samples, plan: RunPlan, split: Split, rundir: RunD
 
 
 @contextmanager
-def _asked(run: Run) -> Iterator[nn.Module]:
+def asked(run: Run) -> Iterator[nn.Module]:
     """The model that says something of each sample. All ranks must call.
 
     A teacher is whole on every rank meanwhile; the run's own model must have its first weights.
@@ -110,7 +110,7 @@ def precompute(run: Run) -> None:
                 what = kept.what.format(num=len(ids), split=split)
                 run.events.write(Note(text=f"{what} are computed once"))
     if unknown:
-        with torch.no_grad(), _asked(run) as model:
+        with torch.no_grad(), asked(run) as model:
             for samples, ids in unknown:
                 if run.stop.reason is None:  # the same on every rank
                     compute(run, model, samples, ids, kept)
