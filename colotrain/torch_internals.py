@@ -177,9 +177,11 @@ def hooks_after_gradient_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often the tensor's memory was changed in place."""
-    version: int = tensor._version
-    return version
+    """Return how often the tensor's memory was changed in place; 0 where nobody counts.
+
+    Nobody does for tensors that were made under `torch.inference_mode`.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

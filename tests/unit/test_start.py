@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,6 +149,36 @@ def test_layers_that_run_as_random_numbers_decide_are_no_groups(decides: str) ->
     assert len(grouping.find_groups(steady, chunk_bytes=None, batch=batch)) == 4
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
+
+
+class Looks(Alone):
+    """Runs all layers once more for some samples, without gradients or with those of the input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.num = how, 0
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        self.num += 1
+        if self.how == "inference" and x[0, 0].item() > 0:
+            with torch.inference_mode():
+                seen = super().features(x)
+            x = x + seen.clone()
+        if self.how == "penalty" and self.num % 2 == 0:
+            x = x.detach().requires_grad_(True)
+            (slope,) = torch.autograd.grad(super().features(x).sum(), x, create_graph=True)
+            x = x + slope
+        if self.how == "thread" and self.training:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(super().features, x).result()
+        return super().features(x)
+
+
+@pytest.mark.parametrize("how", ["inference", "penalty", "thread"])
+def test_layers_that_some_forwards_call_otherwise_are_no_groups(how: str) -> None:
+    rows = [s | {"target": torch.zeros((), dtype=torch.long)} for s in difficult.samples(8)]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    assert grouping.find_groups(Looks(how), chunk_bytes=None, batch=batch) == []
 
 
 def test_a_forward_with_fake_tensors_shows_groups_without_a_real_one(

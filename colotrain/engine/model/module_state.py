@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
+from colotrain.torch_internals import version_of
 
 Place = tuple[int, str, str]
 """Number of a module, `_buffers`, `_parameters` or `__dict__`, and the key there."""
@@ -123,4 +124,4 @@ def _are_equal(value: Any, copied: Any) -> bool:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return version_of(value) if isinstance(value, Tensor) else 0
