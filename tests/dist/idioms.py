@@ -166,12 +166,12 @@ class Large(HalfLoss):
 
 
 class Late(HalfLoss):
-    """Uses a layer's weight outside the layer: from the second training forward on, or only in
-    evaluation, as a tensor or as a number."""
+    """Uses a layer's weight outside the layer: after some training forwards, or only in evaluation,
+    as a tensor or as a number."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, after: int = 1) -> None:
         super().__init__()
-        self.how, self.forwards = how, 0
+        self.how, self.after, self.forwards = how, after, 0
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         loss = super().forward(input_ids, labels)
@@ -179,9 +179,9 @@ class Late(HalfLoss):
         self.forwards += self.training
         if self.how == "evaluation" and not self.training:
             loss = loss + weight.square().sum()
-        if self.how == "number" and self.forwards > 1:
+        if self.how == "number" and self.forwards > self.after:
             loss = loss * weight.detach().norm().item()
-        if self.how == "tensor" and self.forwards > 1:
+        if self.how == "tensor" and self.forwards > self.after:
             loss = loss + weight.square().sum()
         return loss
 

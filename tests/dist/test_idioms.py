@@ -119,7 +119,9 @@ def test_a_weight_first_used_outside_its_block_in_a_later_step_is_an_error_by_na
     here: Colotrain, how: str
 ) -> None:
     late = ("model.target=tests.dist.idioms:Late", f"model.args.how={how}", "plugin=zero3")
-    result = here("run", *OF_TOKENS, *late, "train.micro_batch=8")
+    late = (*OF_TOKENS, *late, "train.micro_batch=8")
+    here.run(*late)  # from the second forward on: forwards before the first step show it
+    result = here("run", *late, "model.args.after=40", "train.max_steps=60")
     assert result.code == 1
     assert "forward uses layers.0.weight outside the block that holds it" in result.err
 
