@@ -233,7 +233,7 @@ class UsesOutside(TorchFunctionMode):
     def is_unusual(self) -> bool:
         """Whether a block is called now by a backward, in a Function, or in another thread.
 
-        `fully_shard` expects none of these: the block's gradients would be lost, without a word.
+        `fully_shard` expects none of these: the block's gradients would be lost silently.
         """
         return (
             is_called_by_backward() or self.in_functions > 0 or threading.get_ident() != self.thread
