@@ -53,15 +53,27 @@ def calls_without_values(
     model: nn.Module, blocks: list[Block], batch: dict[str, Tensor], mode: Callable[[], Any]
 ) -> tuple[Calls | None, set[str]]:
     """Return what a trial finds, and the names of the blocks that change their inputs."""
-    calls = _trial(without_storage, model, blocks, batch, mode=mode())
-    return calls, {name for name, module in blocks if module in CHANGING}
+    with suppress(Exception):  # a copy without storage may not be possible
+        trial = Trial(without_storage, model, blocks, mode())
+        calls = trial.calls([batch], has_backward=True)
+        return calls, {name for name, module in blocks if module in CHANGING}
+    return None, set()
 
 
 def calls_with_values(
     model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]
 ) -> Calls | None:
     """Return what a trial finds that computes, with one sample of `batch` at a time."""
-    return _trial(copy.deepcopy, model, blocks, batch, mode=torch.device("cpu"), with_values=True)
+    size = min((len(tensor) for tensor in batch.values() if tensor.ndim), default=1)
+    samples = [
+        {name: tensor[i : i + 1] if tensor.ndim else tensor for name, tensor in batch.items()}
+        for i in range(size)
+    ]
+    is_small = parameter_bytes(model) <= MOST_BYTES_OF_GRADIENTS
+    with suppress(Exception):
+        trial = Trial(copy.deepcopy, model, blocks, torch.device("cpu"))
+        return trial.calls(samples, has_backward=is_small)
+    return None
 
 
 def _unsteady(blocks: list[Block], forwards: list[list[str]]) -> frozenset[str]:
@@ -90,82 +102,77 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-def _trial(
-    make_copy: Callable[[Any], Any],
-    model: nn.Module,
-    blocks: list[Block],
-    batch: dict[str, Tensor],
-    *,
-    mode: Any,
-    with_values: bool = False,
-) -> Calls | None:
-    """Return how forwards call the blocks; None where a forward does not run.
+class Trial:
+    """Forwards of a copy of the model, and how they call the blocks.
 
     Blocks whose parameters are used outside their calls, those that a backward within forward
     reaches, in training or evaluation, and those that are called in other threads, within a
     Function of the user's or by a backward are left out.
     Blocks that change their inputs in place are put into CHANGING.
     """
-    seen: list[tuple[str, Any]] = []
 
-    def note(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if uses.is_unusual():
-                uses.found.add(name)
-            first = args[0] if args else None
-            seen.append((name, tuple(first.shape) if isinstance(first, Tensor) else None))
-
-        return hook
-
-    size = min((len(t) for t in batch.values() if t.ndim), default=1) if with_values else 1
-
-    def run(number: int, *, grad: bool = False, backward: bool = False) -> list[str]:
-        seen.clear()
-        uses.running.clear()
-        own = slice(number % size, number % size + 1) if with_values else slice(None)
-        some = {name: tensor[own] if tensor.ndim else tensor for name, tensor in batch.items()}
-        with torch.set_grad_enabled(grad), mode, _extreme(number), uses.functions():
-            with torch.no_grad():
-                inputs = make_copy(inputs_of(model, some))
-            with uses:
-                output = trial(**inputs)
-            called = [name for name, _ in seen]
-            if backward:
-                uses.is_over = True
-                _sum_of(output).backward()
-        return called
-
-    try:
+    def __init__(
+        self, make_copy: Callable[[Any], Any], model: nn.Module, blocks: list[Block], mode: Any
+    ) -> None:
+        self.make_copy, self.blocks, self.mode = make_copy, blocks, mode
+        self.seen: list[tuple[str, Any]] = []
+        """Blocks that the last forward called, and the shapes of their first inputs."""
+        self.forwards: list[list[str]] = []
+        """Names of the blocks that each forward in training called, in their order."""
         with torch.no_grad(), mode:
-            trial = make_copy(model)
-        uses = UsesOutside((name, trial.get_submodule(name)) for name, _ in blocks)
-        for name, module in blocks:
-            block = trial.get_submodule(name)
-            block.register_forward_pre_hook(note(name))
-            block.register_forward_hook(partial(uses.note_backward, name))
-            when_inputs_change(block, partial(CHANGING.add, module))
-        with seeded(0):
+            self.model = make_copy(model)
+        copies = [(name, self.model.get_submodule(name)) for name, _ in blocks]
+        self.uses = UsesOutside(copies)
+        for (name, copied), (_, module) in zip(copies, blocks, strict=True):
+            copied.register_forward_pre_hook(partial(self._note, name))
+            copied.register_forward_hook(partial(self.uses.note_backward, name))
+            when_inputs_change(copied, partial(CHANGING.add, module))
+
+    def _note(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.uses.is_unusual():
+            self.uses.found.add(name)
+        first = args[0] if args else None
+        self.seen.append((name, tuple(first.shape) if isinstance(first, Tensor) else None))
+
+    def forward(
+        self, batch: dict[str, Tensor], number: int, *, grad: bool = False, backward: bool = False
+    ) -> bool:
+        """Run a forward, and with `backward` one; return whether it drew random numbers."""
+        self.seen.clear()
+        self.uses.begin()
+        with seeded(number):
             before = drawn_on_host()
-            forwards = [run(0)]
-            draws = drawn_on_host() != before
-        calls = {name: [shape for n, shape in seen if n == name] for name, _ in blocks}
+            with torch.set_grad_enabled(grad), self.mode, _extreme(number), self.uses.functions():
+                with torch.no_grad():
+                    inputs = self.make_copy(inputs_of(self.model, batch))
+                with self.uses:
+                    output = self.model(**inputs)
+                if self.model.training:
+                    self.forwards.append([name for name, _ in self.seen])
+                if backward:
+                    self.uses.is_over = True
+                    _sum_of(output).backward()
+            return drawn_on_host() != before
+
+    def calls(self, batches: list[dict[str, Tensor]], *, has_backward: bool) -> Calls | None:
+        """Return what forwards with these batches show; None where the first of them fails."""
+        try:
+            draws = self.forward(batches[0], 0)
+        except Exception:  # whatever a user's forward raises: training will raise it again
+            return None
+        shapes = {name: [shape for n, shape in self.seen if n == name] for name, _ in self.blocks}
         end = time.monotonic() + MOST_SECONDS
-        for number in range(1, NUM_FORWARDS if draws or size > 1 else 2):
+        for number in range(1, NUM_FORWARDS if draws or len(batches) > 1 else 2):
             if time.monotonic() > end:
                 break
-            with suppress(Exception), seeded(number):
-                forwards.append(run(number, grad=True))
-        if not with_values or parameter_bytes(model) <= MOST_BYTES_OF_GRADIENTS:
-            with suppress(Exception), seeded(0):
-                run(0, grad=True, backward=True)
-            uses.is_over = False
-        with suppress(Exception), seeded(0):  # evaluation may have other uses outside
-            trial.eval()
-            run(0)
-    except Exception:  # whatever a user's forward raises: training will raise it again
-        return None
-    calls = {name: shapes for name, shapes in calls.items() if name not in uses.found}
-    return Calls(shapes=calls, unsteady=_unsteady(blocks, forwards))
+            with suppress(Exception):
+                batch = batches[number % len(batches)]
+                self.forward(batch, number, grad=True, backward=has_backward and number == 1)
+        with suppress(Exception):  # evaluation may have other uses outside
+            self.model.eval()
+            self.forward(batches[0], 0)
+        shapes = {name: found for name, found in shapes.items() if name not in self.uses.found}
+        return Calls(shapes=shapes, unsteady=_unsteady(self.blocks, self.forwards))
 
 
 def _sum_of(output: Any) -> Tensor:
@@ -220,6 +227,11 @@ class UsesOutside(TorchFunctionMode):
             block.register_forward_hook(partial(self._run, name, -1))
             for parameter in module_tree.parameters(block):
                 self.blocks_of.setdefault(parameter, []).append(name)
+
+    def begin(self) -> None:
+        """Forget what was running: the forward before may have failed."""
+        self.running.clear()
+        self.is_over, self.in_functions = False, 0
 
     def _run(self, name: str, change: int, *_: Any) -> None:
         self.running[name] += change
