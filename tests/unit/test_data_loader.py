@@ -400,29 +400,26 @@ def test_a_target_that_cannot_be_used_names_key_value_and_fix(
     assert problem.fix
 
 
+class Stream:
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
 def test_passing_over_samples_of_a_stream_gives_signs_of_life() -> None:
-    class Stream:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(10_000))
-
-        def state_dict(self) -> dict[str, int]:
-            return {}
-
-    samples, beats = StreamSamples(Stream(), Stream), []
+    samples, beats = StreamSamples(Stream(10_000), lambda: Stream(10_000)), []
     samples.beat = lambda: beats.append(1)
     assert samples[5000] == 5000
     assert len(beats) >= 50
 
 
 def test_the_end_of_a_stream_is_told_once_and_it_begins_again() -> None:
-    class Stream:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-        def state_dict(self) -> dict[str, int]:
-            return {}
-
-    samples, told = StreamSamples(Stream(), Stream), []
+    samples, told = StreamSamples(Stream(3), lambda: Stream(3)), []
     samples.ended = told.append
     assert [samples[index] for index in range(3)] == [0, 1, 2]
     assert told == []

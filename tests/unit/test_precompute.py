@@ -20,7 +20,7 @@ from colotrain.models.llm import LLM
 from colotrain.models.objective import kept_of
 from colotrain.rundir import RunDir
 from colotrain.spec.objectives import DPO, DistillPlan
-from colotrain.spec.plan import ModelPlan
+from colotrain.spec.plan import DataPlan, ModelPlan
 
 VOCAB = 17
 DISTILL = DistillPlan(teacher="", top_k=5, alpha=0.7, temperature=1.7)
@@ -159,3 +159,25 @@ def test_what_is_not_known_has_no_loss_and_files_are_found_later(
         split="validation",
     )
     assert not other.knows(0)
+
+
+def test_what_is_kept_is_found_where_the_same_files_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    found = []
+    for folder, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        file = tmp_path / folder / "text.txt"
+        file.parent.mkdir()
+        file.write_text(f"a line of {text} text\n" * 90)
+        data = DataPlan(
+            source="path", paths=(str(file),), seq_len=8, tokenizer="bytes", shuffle=False,
+            validation_fraction=0.1,
+        )  # fmt: skip
+        model = ModelPlan(target="mine:Model", objective=DPO())
+        train = SimpleNamespace(seed=0, precision="fp32")
+        plan: Any = SimpleNamespace(data=data, model=model, train=train)
+        samples = precompute.with_precomputed([], plan, "train", RunDir(tmp_path))
+        assert isinstance(samples, WithPrecomputed)
+        found.append(samples.folder.name)
+    assert found[0] == found[1] != found[2]

@@ -77,8 +77,11 @@ def calls_with_values(
 
 
 def _unsteady(blocks: list[Block], forwards: list[list[str]]) -> frozenset[str]:
-    """All blocks where some are called in another way: gradients of others may come in another
-    order, too. Parts of blocks alone where these are."""
+    """Return the blocks that a forward may call more or less often, or in another order.
+
+    Where this holds for one of them, it is said of all: gradients of the others may be complete in
+    another order. Where calls differ only within blocks, it is said of the parts of blocks.
+    """
     names = {name for name, _ in blocks}
     whole = {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
     if len({tuple(filter(whole.__contains__, called)) for called in forwards}) > 1:

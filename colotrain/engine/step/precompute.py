@@ -46,7 +46,8 @@ def _depends_on(plan: RunPlan, kept: Kept) -> dict[str, Any]:
     begins = None if teacher else [plan.train.seed, plan.train.precision]
     model = teacher or replace(plan.model, objective=None)
     data = to_plain(plan.data)
-    data |= dict.fromkeys(("workers", "num_workers", "shuffle"))  # which change no sample
+    # these change no sample, and what files hold is in their identities, wherever they are
+    data |= dict.fromkeys(("workers", "num_workers", "shuffle", "paths", "validation_paths"))
     return {
         "model": to_plain(model),
         "directory": huggingface.fingerprint(Path(model.hf)) if model.hf else None,
