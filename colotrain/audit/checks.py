@@ -212,8 +212,7 @@ def scheduler(evidence: Evidence) -> Verdict:
         return unchecked(name, why, where)
     text = f"{sum(calls)} scheduler steps before {len(calls)} optimizer steps"
     if 1 < max(calls) <= evidence.world_size and "accelerate" in str(where):
-        why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
-        return unknown(name, why, where)
+        return ok(name, f"{text}: Accelerate makes one per process")
     often = [step for step in own.steps if step.scheduler_steps > 1 + step.skips]
     if calls[0] > 2 and often == own.steps[:1] and len(calls) > 1:
         return unknown(name, f"{calls[0]} before the first optimizer step: a resume?", where)
@@ -372,7 +371,7 @@ def dropout(compared: list[ComparedStep]) -> Verdict:
         text = f"ranks draw the same masks in all {len(pairs)} forwards compared"
         site = Site.of(compared[0].step.backward_at)
         if site.package in SEED_ALIKE:
-            return unknown(name, f"{text}: {site.package} seeds all ranks alike", site)
+            return ok(name, f"{text}: {site.package} seeds all ranks alike")
         return wrong(name, f"{text}: seed each rank otherwise", site)
     return ok(name, f"generators differ in {len(pairs)} forwards compared")
 

@@ -52,9 +52,9 @@ def exit_code_of(code: int, verdicts: Sequence[Verdict], *, strict: bool = False
         return INTERRUPTED
     if code != 0:
         return FAILED
-    if "wrong" in outcomes or ("not checked" in outcomes and strict):
+    if "wrong" in outcomes or (outcomes != {"ok"} and strict):
         return UNVERIFIED
-    return NOT_CHECKED if "not checked" in outcomes else DONE
+    return DONE if outcomes == {"ok"} else NOT_CHECKED
 
 
 def document(

@@ -39,6 +39,8 @@ ON_FOUR = {
 RIGHT = [name for name in NAMES if not name.startswith("wrong_")]
 NOT_CHECKED = {"stages"}
 """Right scripts of which a check that concerns them cannot be made."""
+CLIPPED_IN_PART = {"by_torch_and_clipped"}
+"""Right scripts that clip some parameters alone: whether that is meant is left open."""
 WRONG = {
     "wrong_all_summed_after_each_backward": ("gradient", "sum again what they have of earlier"),
     "wrong_copies_are_summed": ("gradient", "2.00 of the reference, in head.bias"),
@@ -81,7 +83,9 @@ def test_every_script_is_tried() -> None:
 def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
     found = verdicts[name]
     assert not [verdict for verdict in found.values() if verdict.outcome == "wrong"]
-    assert exit_code_of(0, list(found.values())) == (5 if name in NOT_CHECKED else 0), found
+    assert exit_code_of(0, list(found.values())) == (
+        5 if name in NOT_CHECKED | CLIPPED_IN_PART else 0
+    ), found
     if name not in NOT_CHECKED:
         assert found["gradient"].text.startswith("1.0000 of the reference"), found
         assert found["accumulation"].text.startswith("1.00 of the mean of 2"), found
