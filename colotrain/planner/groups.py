@@ -50,7 +50,7 @@ def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group
     known = list(dict.fromkeys(p.group for p in survey.parameters if p.group))
     if trace is not None:
         calls = Counter(s.block for s in trace.segments if s.phase == "forward")
-        known = [block for block in known if calls[block] == 1]
+        known = [b for b in known if calls[b] == 1 and b not in trace.ungrouped]
     found, cut = {}, _cut_up(known, survey, layout)
     for blocks in _packed(known, survey, layout):
         whole = _group(blocks[0], blocks, survey, layout, set(known))

@@ -148,6 +148,8 @@ class Trace:
     """Bytes of the micro-batch itself."""
     exchanges: tuple[Exchange, ...] = ()
     """What ranks that divide samples' tokens exchange, and those that divide matrices."""
+    ungrouped: tuple[str, ...] = ()
+    """Blocks that cannot be groups, so that their parameters are the root group's."""
 
     @property
     def kept_bytes(self) -> int:

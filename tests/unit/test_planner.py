@@ -141,6 +141,25 @@ def test_a_frozen_prefix_has_no_backward_and_keeps_nothing() -> None:
     assert most_alive(found) < 0.75 * most_alive(traced())
 
 
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("Dropout", 4), ("InputGradient", 1), ("Penalty", 3), ("StochasticDepth", 4)],
+)
+def test_blocks_that_a_trial_leaves_out_are_planned_with_the_root_group(
+    name: str, groups: int
+) -> None:
+    model = ModelPlan(target=f"tests.dist.difficult:{name}")
+    data = dataclasses.replace(
+        own_data("any"), target="tests.dist.difficult:samples", args={"num": 4}
+    )
+    found = trace_micro_batch(model, FreezePlan(), data, "fp32", "none", "cpu", 2)
+    assert isinstance(found, Trace), found
+    looked = survey(model, FreezePlan(), SEQ_LEN)
+    planned = find(looked, found, layout("zero3", 2))
+    assert len(planned) == groups
+    assert sum(sum(g.gathered_sizes) for g in planned.values()) > 0
+
+
 def test_backward_fetches_the_frozen_group_before_its_first_and_holds_it() -> None:
     patterns = ("embed*", "blocks.0.*", "blocks.1.*", "blocks.2.*")
     asked, looked, found = layout("zero3", 4), looked_at(*patterns), traced(patterns=patterns)

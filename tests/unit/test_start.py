@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from colotrain.engine.comms import process
+from colotrain.engine.model import block_reasons
 from colotrain.engine.sharding import grouping
 from colotrain.forked import in_fork
 from colotrain.launch.server import forkserver
@@ -33,7 +34,7 @@ def test_the_groups_are_found_with_one_trial_forward(monkeypatch: pytest.MonkeyP
         trials += 1
         return in_fork(trial)
 
-    monkeypatch.setattr(grouping, "in_fork", counted)
+    monkeypatch.setattr(block_reasons, "in_fork", counted)
     with torch.device("meta"):
         model = LLM(vocab_size=32, d_model=64, num_layers=5, num_heads=1)
     ids = torch.zeros(1, 8, dtype=torch.long)
@@ -73,6 +74,16 @@ class Sharing(Alone):
             layer.norm = self.layers[0].norm
 
 
+class Slopes(Alone):
+    """Needs gradients in its forward, as its author knows that training has them."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        y = super().features(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
 class Fails(Alone):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -95,6 +106,7 @@ class OneTwice(Alone):
             difficult.InputGradient,
             "layers.0, layers.1, layers.2 have weights that are used outside",
         ),
+        (Slopes, "layers.0, layers.1, layers.2 … have weights that are used outside them, or grad"),
         (Fails, "are in a model whose forward failed with one sample"),
     ],
 )
@@ -190,7 +202,7 @@ def test_a_forward_with_fake_tensors_shows_groups_without_a_real_one(
         def features(self, x: torch.Tensor) -> torch.Tensor:
             return super().features(x + table)
 
-    monkeypatch.setattr(grouping, "LARGEST_REAL_TRIAL_BYTES", 0)
+    monkeypatch.setattr(block_reasons, "LARGEST_REAL_TRIAL_BYTES", 0)
     batch = {name: torch.stack([s[name] for s in difficult.samples(2)]) for name in ("x", "kind")}
     batch["target"] = torch.zeros(2, dtype=torch.long)
     assert len(grouping.find_groups(Reads(), chunk_bytes=None, batch=batch)) == 4

@@ -160,7 +160,7 @@ class Trial:
     def calls(self, batches: list[dict[str, Tensor]], *, has_backward: bool) -> Calls | None:
         """Return what forwards with these batches show; None where the first of them fails."""
         try:
-            draws = self.forward(batches[0], 0)
+            draws = self.forward(batches[0], 0, grad=True)
         except Exception:  # whatever a user's forward raises: training will raise it again
             return None
         shapes = {name: [shape for n, shape in self.seen if n == name] for name, _ in self.blocks}

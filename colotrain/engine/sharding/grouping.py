@@ -9,20 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
-from colotrain.engine.model.block_calls import (
-    WITHOUT_VALUES,
-    Calls,
-    calls_with_values,
-    calls_without_values,
-)
-from colotrain.engine.model.changed_inputs import CHANGING
+from colotrain.engine.model.block_reasons import reasons_against
 from colotrain.engine.model.model_blocks import (
     Block,
     Group,
@@ -32,13 +25,11 @@ from colotrain.engine.model.model_blocks import (
     sharded_parameters,
 )
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
-from colotrain.forked import in_fork
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.packing import Unit, pack
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS
 
-LARGEST_REAL_TRIAL_BYTES = 2 << 30
 LARGE_SHARE = 0.5
 """Part of all parameters above which a message says why the root group holds them."""
 UNPACKED = (
@@ -147,66 +138,3 @@ def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> 
         dtypes=frozenset(p.dtype for p in sharded_parameters(module)),
         parts=tuple(parts(name, module)) if split else (),
     )
-
-
-def reasons_against(
-    model: nn.Module,
-    blocks: list[Block],
-    batch: dict[str, Tensor],
-    samples: Callable[[], dict[str, Tensor]] | None = None,
-) -> dict[str, str]:
-    """Return block name → reason why the block cannot be a group.
-
-    A forward must call a group exactly once, use its parameters nowhere else, and not compute
-    gradients through it; a penalty over all parameters, say, uses them outside their blocks, and
-    one on gradients goes back through blocks that the rest of the forward still needs. The trial
-    runs on a copy without storage, in a fork: on the meta device or, where that fails, with fake
-    tensors, for which transformers skips its checks of values. A model whose forward must read
-    values can run as neither. Then a real copy is tried with single samples, and a block counts
-    only if its neighbours of the same kind get inputs of the same shape (experts that divide the
-    tokens do not). If no trial runs, no block can be a group. A forward that draws random numbers
-    is repeated with others: they may decide which layers run.
-    """
-    names = [name for name, _ in blocks]
-    for mode in WITHOUT_VALUES:
-        calls, changing = in_fork(partial(calls_without_values, model, blocks, batch, mode))
-        if calls is not None:
-            CHANGING.update(module for name, module in blocks if name in changing)
-            return {name: why for name in names if (why := _against(name, calls))}
-    real = all(not p.is_meta for p in module_tree.parameters(model))
-    if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
-        return dict.fromkeys(names, "are in a model whose forward does not run without values")
-    batch = batch if samples is None else samples()
-    calls = calls_with_values(model, blocks, batch)
-    if calls is None:
-        return dict.fromkeys(names, "are in a model whose forward failed with one sample")
-    regular = _regular(blocks, calls)
-    return {n: _against(n, calls) or IRREGULAR for n in names if n not in regular}
-
-
-IRREGULAR = "are called as values decide, or not once each"
-
-
-def _against(name: str, calls: Calls) -> str:
-    """Return why a block with these calls cannot be a group; "" where it can."""
-    if name not in calls.shapes:
-        return "have weights that are used outside them, or gradients that forward computes"
-    if name in calls.unsteady:
-        return IRREGULAR
-    num = len(calls.shapes[name])
-    return "" if num == 1 else f"are called {num} times" if num else "are not called"
-
-
-def _regular(blocks: list[Block], calls: Calls) -> set[str]:
-    kinds = {name: (name.rpartition(".")[0], type(module)) for name, module in blocks}
-    shapes: dict[Any, set[Any]] = {}
-    for name, seen in calls.shapes.items():
-        shapes.setdefault(kinds[name], set()).update(seen)
-    alone = Counter(
-        kinds[name]
-        for name, seen in calls.shapes.items()
-        if len(seen) == 1 and name not in calls.unsteady
-    )
-    size = Counter(kinds.values())
-    good = {kind for kind in size if alone[kind] == size[kind] and len(shapes[kind]) == 1}
-    return {name for name, kind in kinds.items() if kind in good}

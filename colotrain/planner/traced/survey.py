@@ -25,6 +25,7 @@ from colotrain.data.read.packing import PADDING_MASK
 from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.build.sequence import find_sequence
+from colotrain.engine.model.block_reasons import reasons_without_values
 from colotrain.engine.model.freezing import freeze_
 from colotrain.engine.model.model_blocks import find_blocks
 from colotrain.engine.model.model_checks import check_dtypes, check_parameters
@@ -274,6 +275,9 @@ def trace_micro_batch(
     attach_(module, model)
     freeze_(module, freeze)
     begin_training_(module)
+    sample = one_sample(data, model)
+    batch = {n: t.new_empty((micro_batch, *t.shape)) for n, t in sample.items()}
+    against = reasons_without_values(module, find_blocks(module), batch) or {}
     mesh = mesh or MeshPlan()
     sequences = SequenceShard(rank=0, size=mesh.cp, device=device)
     tensors = TensorShard(rank=0, size=mesh.tp, by_tokens=mesh.sequence_parallel)
@@ -284,7 +288,6 @@ def trace_micro_batch(
         divide_parameters_(module, divisions, tensors)
         apply_styles_(module, divisions, tensors)
     try:
-        sample = one_sample(data, model)
         found = trace(
             module,
             sample,
@@ -299,7 +302,7 @@ def trace_micro_batch(
             for shard in shards
             if shard.calls
         )
-        return dataclasses.replace(found, exchanges=exchanges)
+        return dataclasses.replace(found, exchanges=exchanges, ungrouped=tuple(against))
     except NotTraceable as error:
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {message_of(cause).partition(chr(10))[0]}"
