@@ -56,6 +56,26 @@ def test_a_loss_without_a_gradient_is_refused_by_its_dtype(wrap: Any, dtype: tor
         weighted_output(Returns(wrap(torch.ones((), dtype=dtype))), {"x": torch.ones(2)})
 
 
+class Force(nn.Module):
+    """The slope of an energy, whose forward needs gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+def test_a_forward_that_needs_gradients_is_told_what_evaluations_do_not_have() -> None:
+    weighted_output(Force(), {"x": torch.ones(3, 2)})
+    with torch.no_grad(), pytest.raises(ColotrainError, match="runs without them here") as told:
+        weighted_output(Force(), {"x": torch.ones(3, 2)})
+    assert "torch.enable_grad()" in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("count", "is_odd"), [(4, False), (4.0, False), (0.75, True), (0.0, True), (12.5, True)]
 )

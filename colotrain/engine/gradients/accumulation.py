@@ -165,8 +165,8 @@ def weighted_output(
     no_targets = count == 0
     try:
         output = output_of(model, _with_targets(batch, rule) if no_targets else batch, seen=seen)
-    except ValueError as error:
-        if (problem := _of_batch_norm(model, error)) is None:
+    except (ValueError, RuntimeError) as error:
+        if (problem := _of_batch_norm(model, error) or _of_gradients(error)) is None:
             raise
         raise problem from error
     pair = pair_in(output)
@@ -196,7 +196,18 @@ def weighted_output(
     return _exact(loss) * weight, weight, output
 
 
-def _of_batch_norm(model: nn.Module, error: ValueError) -> ColotrainError | None:
+def _of_gradients(error: Exception) -> ColotrainError | None:
+    """The error of a forward that computes gradients where there are none; None for others."""
+    if torch.is_grad_enabled() or "does not require grad" not in str(error):
+        return None
+    return ColotrainError(
+        "the model's forward computes gradients, and runs without them here, as in any evaluation",
+        "put what computes them into `with torch.enable_grad():`, leave it out where "
+        "self.training is false, or set train.eval_steps=0",
+    )
+
+
+def _of_batch_norm(model: nn.Module, error: Exception) -> ColotrainError | None:
     """The error of a batch normalization that has one value per channel; None for another one."""
     names = {module: name for name, module in module_tree.named_modules(model)}
     for frame, _ in traceback.walk_tb(error.__traceback__):
