@@ -46,10 +46,10 @@ from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
+from colotrain.generators import seed_all
 from colotrain.models.facts import facts_of
 from colotrain.models.loading import COMPILED, build
 from colotrain.models.objective import attach_
-from colotrain.models.seeding import seed_all
 from colotrain.rundir import RunDir
 from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP
 from colotrain.spec.phases import Phase

@@ -23,10 +23,10 @@ from colotrain.data.read.samples import rest_of
 from colotrain.engine.model.freezing import names_of
 from colotrain.export.reader import flat_logits, weighted
 from colotrain.export.source import CheckpointTensors
+from colotrain.generators import seeded
 from colotrain.models import adapters
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import attach_, inputs_of, output_of
-from colotrain.models.seeding import seeded
 from colotrain.spec.plan import BatchPlan, RunPlan
 
 Batch = dict[str, Tensor]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.generators import generator_of
 from colotrain.models.filling import Shards
-from colotrain.models.seeding import generator_of
 from colotrain.models.stored import StoredTensors
 from colotrain.models.tensor_parallel import TensorShard
 from colotrain.spec.divisions import Divisions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.models.seeding import generator_of
+from colotrain.generators import generator_of
 from colotrain.torch_internals import DisableTorchFunction, storage_id, tree_leaves
 
 KEPT_BYTES = 16 << 20

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
-from colotrain.models.seeding import seeded
+from colotrain.generators import seeded
 
 
 @contextmanager

@@ -22,12 +22,12 @@ from colotrain import module_tree
 from colotrain.dotted import described, import_target, shown_path
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.forked import in_fork
+from colotrain.generators import seed_all, seeded
 from colotrain.models import adapters, huggingface
 from colotrain.models.allocating import Allocates, KeepsEscaped
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import ParameterFiller, Shards
 from colotrain.models.llm import LLM
-from colotrain.models.seeding import seed_all, seeded
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import storage_id, uncompiled_
 from colotrain.user_modules import is_users

@@ -32,15 +32,14 @@ from colotrain.data.read.loader import (
     read_batch,
 )
 from colotrain.dotted import described, import_target
-from colotrain.engine.model.generators import states
 from colotrain.engine.step.evaluation import RESERVED
 from colotrain.engine.step.loss_trial import MOST_SAMPLES, examine
 from colotrain.errors import ColotrainError
+from colotrain.generators import generator_of, seed_all, seeded, states
 from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE, begin_training_
 from colotrain.models.objective import attach_, inputs_of, output_of, outputs_alone
 from colotrain.models.outputs import loss_in, metrics_in, pair_in
-from colotrain.models.seeding import generator_of, seed_all, seeded
 from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.survey import ParameterInfo

@@ -47,18 +47,20 @@ RULES = {
     "": Rule("spec", "psutil", "runs events engine torch"),
     "__main__": Rule("cli launch.server spec"),
     **dict.fromkeys(("torch_internals", "module_tree"), Rule("", "torch")),
+    "generators": Rule("torch_internals", "torch numpy"),
     "spec": Rule(""),
     "events": Rule("spec"),
     "config": Rule("spec schedulers", "omegaconf", "yaml"),
-    "models": Rule("spec torch_internals module_tree", TENSORS, EXTRAS),
+    "models": Rule("spec torch_internals module_tree generators", TENSORS, EXTRAS),
     "data.prepare": Rule("spec", "numpy", f"tokenizers {EXTRAS}"),
-    "data.read": Rule("spec data.prepare", TENSORS, EXTRAS),
+    "data.read": Rule("spec data.prepare generators", TENSORS, EXTRAS),
     "engine": Rule(
-        "spec events models data.prepare data.read torch_internals module_tree", TENSORS
+        "spec events models data.prepare data.read torch_internals module_tree generators", TENSORS
     ),
     "planner": Rule("spec config data.prepare launch.server", "psutil omegaconf"),
     "planner.traced": Rule(
-        "spec events models data.prepare data.read engine planner torch_internals module_tree",
+        "spec events models data.prepare data.read engine planner torch_internals module_tree "
+        "generators",
         TENSORS,
     ),
     "launch": Rule("spec events launch.server", "psutil", "torch launch.agent"),
@@ -66,11 +68,14 @@ RULES = {
     "launch.agent": Rule("spec events launch launch.server", "torch"),
     "schedulers": Rule("spec events", "", "yaml"),
     "verify": Rule(
-        "spec events models data.prepare data.read engine launch torch_internals module_tree",
+        "spec events models data.prepare data.read engine launch torch_internals module_tree "
+        "generators",
         TENSORS,
     ),
     "audit": Rule("spec events", "torch"),
-    "export": Rule("spec events models data.prepare data.read engine module_tree", TENSORS, EXTRAS),
+    "export": Rule(
+        "spec events models data.prepare data.read engine module_tree generators", TENSORS, EXTRAS
+    ),
     "migrate": Rule("spec", "", "config yaml"),
     "doctor": Rule("spec", "psutil", "engine torch"),
     "show": Rule("spec events", "rich", EXTRAS),

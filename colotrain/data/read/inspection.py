@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from colotrain import generators
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.prepared import Prepared, Split
 from colotrain.data.prepare.sources import describe_sources
 from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
-from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.loader import Samples, open_samples, order_of
 from colotrain.data.read.packing import packing_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
@@ -139,8 +139,8 @@ def sample_tokens(
         expected = f"a number from 0 to {len(samples) - 1} ({split} has {len(samples)} samples)"
         raise ConfigError([Problem(key="--sample", value=number, expected=expected)])
     index = order_of(samples, seed=seed, shuffle=plan.shuffle).sample_at(number)
-    with kept_generators():
-        seed_draws(seed, number)
+    with generators.kept():
+        generators.seed_draws(seed, number)
         sample = samples[index]
     return index, list(_tokens(plan, samples, index, sample))
 

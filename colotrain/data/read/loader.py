@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colotrain import generators
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import parts_of, prepare_shards
-from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.masking import open_masked
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
 from colotrain.data.read.packing import TokenSamples, pack
@@ -263,10 +263,10 @@ def read_batch(
     With `draw_seed` the generators are seeded for each position, and put back afterwards.
     """
     found = []
-    with kept_generators() if draw_seed is not None else nullcontext():
+    with generators.kept() if draw_seed is not None else nullcontext():
         for position in positions:
             if draw_seed is not None:
-                seed_draws(draw_seed, position)
+                generators.seed_draws(draw_seed, position)
             index = order.sample_at(position)
             found.append((index, read_sample(samples, index)))
         return stack(found, collate)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from colotrain.data.read.draws import generators, kept_generators, set_generators
+from colotrain import generators
 from colotrain.dotted import described, import_target
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.spec.plan import DataPlan
@@ -29,13 +29,13 @@ def user_samples(plan: DataPlan, split: str) -> Any:
     make = import_target("data.target", target)
     takes_split = _takes_split(make) and "split" not in plan.args
     args = {**plan.args, "split": split} if takes_split else dict(plan.args)
-    before = generators()
+    before = generators.of_host()
     dataset = _call(make, target, args)
     if _is_stream(dataset):
 
         def again() -> Any:
-            with kept_generators():
-                set_generators(before)
+            with generators.kept():
+                generators.set_on_host(before)
                 return _call(make, target, args)
 
         return StreamSamples(dataset, again) if takes_split or split == "train" else []

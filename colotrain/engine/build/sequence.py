@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
 from colotrain.engine.model.block_calls import WITHOUT_VALUES, without_storage
-from colotrain.engine.model.generators import drawn_on_host
 from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.errors import message_of
 from colotrain.forked import in_fork
+from colotrain.generators import drawn_on_host, kept
 from colotrain.models.objective import output_of
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import (
@@ -127,9 +127,8 @@ def _ran(
     model: nn.Module, names: list[str], batch: Mapping[str, Tensor], mode: Callable[[], Any]
 ) -> BlockSequence | str:
     """Return the blocks of one trial, or what it raised."""
-    state = torch.get_rng_state()
     try:
-        with mode(), torch.enable_grad():
+        with kept(), mode(), torch.enable_grad():
             copied = without_storage(model)
             for parameter in module_tree.parameters(copied):
                 if parameter.is_floating_point():
@@ -139,8 +138,6 @@ def _ran(
         return BlockSequence(against=str(error))
     except Exception as error:  # whatever a forward raises that reads values
         return f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
-    finally:
-        torch.set_rng_state(state)
 
 
 class _Trial(TorchFunctionMode):

@@ -15,7 +15,7 @@ from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.engine.comms import exchange
 from colotrain.engine.comms.raw_bytes import bytes_of
 from colotrain.errors import ColotrainError
-from colotrain.models.seeding import seeded
+from colotrain.generators import seeded
 
 NOT_REPRODUCIBLE = "another at each look"
 """Stands for a sample that differs when one rank reads it twice (random augmentation)."""

@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
 from colotrain.engine.model.changed_inputs import CHANGING, when_inputs_change
-from colotrain.engine.model.generators import drawn_on_host
 from colotrain.engine.model.model_blocks import Block, parameter_bytes
+from colotrain.generators import drawn_on_host, seeded
 from colotrain.models.objective import inputs_of
-from colotrain.models.seeding import seeded
 from colotrain.torch_internals import FakeTensorMode, is_called_by_backward, tree_leaves
 
 NUM_FORWARDS = 12

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colotrain import module_tree
-from colotrain.engine.model import generators
+from colotrain import generators, module_tree
 from colotrain.spec.plan import RunPlan
 from colotrain.torch_internals import BatchNorms, Dropouts
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.engine.model import generators
+from colotrain import generators
 from colotrain.engine.optim.schedule import rate_warning
 from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state import plain_state, sources

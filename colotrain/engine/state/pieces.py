@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colotrain import module_tree
+from colotrain import generators, module_tree
 from colotrain.engine.comms.raw_bytes import checksum
-from colotrain.engine.model import generators
 from colotrain.engine.model.freezing import unfrozen_later
 from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel, reshard

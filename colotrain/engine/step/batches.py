@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from colotrain import generators
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.accumulation import Batch, StepTotals, to_device
-from colotrain.engine.model import generators
 from colotrain.engine.model.unchanged import kept_buffers
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock

@@ -18,7 +18,7 @@ from colotrain.data.read.loader import (
 from colotrain.data.read.samples import rest_of
 from colotrain.dotted import import_target
 from colotrain.engine.step.precompute import with_precomputed
-from colotrain.models.seeding import seeded
+from colotrain.generators import seeded
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 

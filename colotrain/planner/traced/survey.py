@@ -31,6 +31,7 @@ from colotrain.engine.model.model_blocks import find_blocks
 from colotrain.engine.model.model_checks import check_dtypes, check_parameters
 from colotrain.engine.step import loss_trial
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
+from colotrain.generators import seeded
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
@@ -46,7 +47,6 @@ from colotrain.models.loading import (
     leaves_init_uncalled,
 )
 from colotrain.models.objective import attach_, kept_of
-from colotrain.models.seeding import seeded
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
