@@ -34,3 +34,17 @@ class Rebinding(TrustRatio):
             for p in group["params"]:
                 if p.grad is not None:
                     p.data = p.data - group["lr"] * p.grad
+
+
+class TwoRates(torch.optim.SGD):
+    """Gives vectors another rate than matrices, in groups of its own."""
+
+    def __init__(self, params: Iterable[Any], lr: float, *, carry: bool = True) -> None:
+        groups = []
+        for given in params:
+            kept = {k: v for k, v in given.items() if k != "params"} if carry else {}
+            for factor, is_vector in ((1.0, False), (20.0, True)):
+                chosen = [p for p in given["params"] if (p.ndim < 2) == is_vector]
+                if chosen:
+                    groups.append({**kept, "params": chosen, "lr": factor * lr})
+        super().__init__(groups, lr=lr)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from colotrain.data.read.loader import SampleOrder, open_samples, stack
+from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.recording import GradientRecords
 from colotrain.models.loading import build_whole
+from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
 from tests.dist.conftest import SMALL, Colotrain
@@ -92,6 +98,53 @@ def test_measuring_noise_does_not_change_the_run(colotrain: Colotrain) -> None:
     assert records[0].fields["noise"]["scale"] > 0
     assert losses(asked) == losses(plain)
     assert asked["micro_batches"] == plain["micro_batches"]
+
+
+DOUBLE = """
+import torch
+from torch import nn
+
+
+class Double(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1).double()
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def samples(split="train"):
+    draw = torch.Generator().manual_seed(0)
+    return [{"x": row} for row in torch.randn(32, 4, generator=draw, dtype=torch.float64)]
+"""
+OWN = (
+    "model.target=own_double:Double", "data.target=own_double:samples", "train.global_batch=8",
+    "train.micro_batch=2", "train.max_steps=3", "train.eval_steps=0", "cluster.procs_per_node=1",
+)  # fmt: skip
+
+
+def test_noise_of_a_model_in_double_precision(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "own_double.py").write_text(DOUBLE)
+    result = colotrain("inspect-grads", *OWN, "--noise", "--json")
+    assert result.code == 0, result.err
+    assert result.json["noise"]["scale"] > 0
+
+
+def test_a_request_that_fails_is_not_asked_for_again(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "asked")
+    rundir.create()
+    rundir.request_grads(noise=True)
+    records = GradientRecords(
+        cast(Any, SimpleNamespace(rank=0, rundir=rundir)), StepClock(torch.device("cpu"))
+    )
+    assert records.asks()["noise"].value
+    records.has_begun = True
+    batches = SimpleNamespace(again=Mock(side_effect=ValueError("a second pass")))
+    agreed = Mock(__getitem__=lambda *_: True, finite=True, batches=batches)
+    with pytest.raises(ValueError, match="a second pass"):
+        records.before_update(agreed)
+    assert rundir.grads_request() is None
 
 
 def test_a_step_of_one_micro_batch_has_no_noise_to_measure(colotrain: Colotrain) -> None:

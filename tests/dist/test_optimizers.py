@@ -54,6 +54,16 @@ def test_numbers_that_an_own_optimizer_reads_are_those_of_whole_tensors(tmp_path
     assert [r.difference for r in verify(plans, tmp_path)] == [None, None, None]
 
 
+@pytest.mark.parametrize("carry", ["true", "false"])
+def test_the_rates_that_an_own_optimizer_gives_its_groups_are_kept(
+    tmp_path: Path, carry: str
+) -> None:
+    name = "optim.name=tests.dist.own_optimizers:TwoRates"
+    own = (name, f"+optim.args={{carry: {carry}}}", "optim.lr=0.01", "train.max_steps=4", *WSD)
+    plans = [plan_of("Stack", p, *own) for p in ("zero1", "zero3")]
+    assert [r.difference for r in verify(plans, tmp_path)] == [None, None]
+
+
 def test_an_own_optimizer_that_gives_parameters_other_memory_is_refused(tmp_path: Path) -> None:
     own = ("optim.name=tests.dist.own_optimizers:Rebinding", "optim.lr=0.01")
     with pytest.raises(ColotrainError, match="its first step changed no parameter"):

@@ -53,7 +53,8 @@ class Norms:
 
     def _add(self, index: int) -> Any:
         def hook(grad: Tensor) -> None:
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(grad, dtype=dtype)
             self.squares[-1][index] += norm.double().square().cpu()
 
         return hook

@@ -66,7 +66,7 @@ class ShardOptimizer:
         self._names: dict[nn.Parameter, str] = {}
         self.torch: torch.optim.Optimizer | None = None
         self._given: list[dict[str, Any]] = []
-        """Settings of each parameter group of the user's own optimizer before any step."""
+        """Settings of each parameter group before any step."""
         self.observer: UpdateObserver | None = None
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -86,7 +86,7 @@ class ShardOptimizer:
         of_torch: list[dict[str, Any]] = []
         for (settings, loops), chosen in groups.items():
             group: dict[str, Any] = {"params": chosen, "weight_decay": settings.weight_decay}
-            group["lr_scale"] = settings.lr_scale
+            group["lr"] = self.plan.lr * settings.lr_scale
             group |= {"muon": settings.muon} if self.plan.name == "muon" else {}
             group |= {"fused": False} if loops else {}
             of_torch.append(group)
@@ -152,9 +152,9 @@ class ShardOptimizer:
                 f"optim.name={self.plan.name}: its state cannot be streamed from host or disk",
                 f"give plugin.budget more room, or choose one of {', '.join(OPTIMIZERS)}",
             )
-        lr = self.plan.lr * schedule(self.plan, self.steps, self.max_steps)
-        for group in self.torch.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+        share = schedule(self.plan, self.steps, self.max_steps)
+        for group, given in zip(self.torch.param_groups, self._given, strict=True):
+            group["lr"] = given.get("lr", self.plan.lr) * share  # the class may give it another
         self._calls, visits = 0, 0
         for names in self._groups_to_update():
             visits += 1
@@ -164,7 +164,7 @@ class ShardOptimizer:
             if self.observer is not None:
                 self.observer.after_update(names)
         self.steps += self._calls // max(visits, 1)
-        return lr
+        return self.plan.lr * share
 
     def _groups_to_update(self) -> Iterable[list[str]]:
         """Return the names to update together: all at once, or group by group."""

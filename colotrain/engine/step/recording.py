@@ -76,6 +76,8 @@ class GradientRecords(Participant):
         if not self.has_begun and run.rank == 0 and (warning := left_out(run)):
             run.events.write(Note(step=run.step + 1, text=f"warning: {warning}"))
         self.has_begun = True
+        if agreed["record"] and run.rank == 0:  # whatever comes of it: it is not asked for again
+            run.rundir.grads_request_file.unlink(missing_ok=True)
         if agreed["noise"] and agreed.finite:
             with agreed.batches.again(phase=Phase.NOISE) as batches:
                 self.noise = noise.measure(
@@ -92,7 +94,7 @@ class GradientRecords(Participant):
         run.optimizer.observer = self.recorder
 
     def after_step(self, result: StepResult | None) -> None:
-        """Write the record, which answers a request in the control folder."""
+        """Write the record, which answers a request that there was."""
         run = self.run
         if result is None:
             return
@@ -100,7 +102,6 @@ class GradientRecords(Participant):
             run.at(Phase.RECORD)
             found = self.recorder.finish(run.step)
             if run.rank == 0:
-                run.rundir.grads_request_file.unlink(missing_ok=True)
                 run.events.write(replace(found, noise=self.noise))
         self.clock.lap("optimizer_s")
 
