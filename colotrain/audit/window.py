@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +20,24 @@ SUMMED = "colotrain summed"
 """Key of what a sum adds: how many of its numbers are not zero, and how many there are."""
 DONE = "colotrain backward"
 """Key of the number of the last backward that began at a node, or at a multiple of it."""
-TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "_DDPSinkBackward")
-"""Nodes between a loss and its factors that change nothing."""
+TRANSPARENT = (
+    "ToCopyBackward0",
+    "CloneBackward0",
+    "AliasBackward0",
+    "_DDPSinkBackward",
+    "ViewBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "UnsqueezeBackward0",
+    "NegBackward0",
+)
+"""Nodes between a loss and its factors that change nothing but its shape, dtype or sign."""
+ADDING = ("AddBackward0", "SubBackward0")
+"""Nodes of a sum of two terms, whatever the sign of the second."""
+OF_ONE_TERM = (*ADDING, "StackBackward0")
+"""Nodes that change nothing where they have one term."""
+SCALING = {"MulBackward0": False, "DivBackward0": True}
+"""Node of a product or a quotient → whether it divides."""
 OF_ONE = 1, 1
 """What is noted at a sum or a mean of one number, which changes nothing."""
 EXACT = 1e-5
@@ -199,25 +216,52 @@ def _origin(node: Any, number: int, budget: Iterator[int]) -> Origin:
     for _ in budget:
         if node is None:
             break
-        factor, summed = node.metadata.get(KEY), node.metadata.get(SUMMED)
+        factor, summed = factor_of(node), node.metadata.get(SUMMED)
         following = [place for place, (own, _) in enumerate(node.next_functions) if own is not None]
-        if isinstance(factor, Factor):
+        if factor is not None:
             found.append(factor)
             place = factor.operand
         elif node.name() in TRANSPARENT:
             place = number
-        elif len(following) == 1 and (node.name() == "AddBackward0" or summed == OF_ONE):
+        elif len(following) == 1 and (node.name() in OF_ONE_TERM or summed == OF_ONE):
             (place,) = following
-        elif len(following) == 2 and node.name() == "AddBackward0":
-            terms = (node.next_functions[place] for place in following)
-            both = _together(*(_origin(term, place, budget) for term, place in terms))
-            return Origin([*found, *both.factors], both.count)
+        elif terms := _terms(node, summed):
+            whole = reduce(_together, (_origin(term, place, budget) for term, place in terms))
+            return Origin([*found, *whole.factors], whole.count)
         else:
             if summed is not None:
                 return _sum_of(found, *summed)
             return Origin(found, compiled="CompiledFunction" in node.name())
         node, number = node.next_functions[place]
     return Origin(found)
+
+
+def factor_of(node: Any) -> Factor | None:
+    """The factor of a product or quotient of one loss and a number; None for other nodes.
+
+    Where no method of a tensor made it (`torch.div(loss, 4)`), autograd knows the number, and
+    nobody the line.
+    """
+    noted = node.metadata.get(KEY)
+    following = [place for place, (own, _) in enumerate(node.next_functions) if own is not None]
+    if noted is not None or node.name() not in SCALING or len(following) != 1:
+        return noted
+    (place,), inverse = following, SCALING[node.name()]
+    by = node._saved_other if place == 0 else node._saved_self
+    if by is None or by.numel() != 1 or (inverse and place):
+        return None
+    return Factor(by.detach(), inverse, place, Site(""), False, 1)
+
+
+def _terms(node: Any, summed: Any) -> list[tuple[Any, int]]:
+    """The terms that a node adds, if they are losses themselves: two, or those of a stack."""
+    (inner, _), *more = node.next_functions or [(None, 0)]
+    if node.name() in ADDING and inner is not None and more[0][0] is not None:
+        return list(node.next_functions)
+    is_stack = not more and inner is not None and inner.name() == "StackBackward0"
+    if not is_stack or summed is None or summed[1] != len(inner.next_functions):
+        return []
+    return [(term, place) for term, place in inner.next_functions if term is not None]
 
 
 def _sum_of(factors: list[Factor], num: int, whole: int) -> Origin:
@@ -278,7 +322,7 @@ def last_backward(loss: Tensor, number: int) -> int:
             break
         node = nodes.pop()
         last = max(last, node.metadata.get(DONE, 0))
-        if _scales(node) or node.name() == "AddBackward0":
+        if _scales(node) or node.name() in ADDING:
             nodes += _following(node)
     if "AccumulateGrad" not in whole.name():  # a parameter is no loss
         whole.metadata[DONE] = number
@@ -298,7 +342,7 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _scales(node: Any) -> bool:
-    return KEY in node.metadata or node.name() in TRANSPARENT
+    return factor_of(node) is not None or node.name() in TRANSPARENT
 
 
 def _following(node: Any) -> list[Any]:
@@ -312,7 +356,7 @@ def num_terms(node: Any) -> int:
         if not nodes:
             return found
         node = nodes.pop()
-        if node is not None and node.name() == "AddBackward0":
+        if node is not None and node.name() in ADDING:
             nodes += [following for following, _ in node.next_functions if following is not None]
         else:
             found += 1

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import types
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,52 @@ def batch(features: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 def error(net: nn.Module) -> torch.Tensor:
     x, y = batch()
     return F.mse_loss(net(x), y)
+
+
+def each_divided(divide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(3):
+            divide(error(net)).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def divided_by_a_function() -> None:
+    each_divided(lambda loss: torch.div(loss, 3))
+
+
+def multiplied_by_a_function() -> None:
+    each_divided(lambda loss: torch.multiply(torch.tensor(1 / 3), loss))
+
+
+def divided_and_reshaped() -> None:
+    each_divided(lambda loss: (loss[None] / 3).squeeze().view(1).reshape(()))
+
+
+def divided_and_negated() -> None:
+    each_divided(lambda loss: -(-loss / 3))
+
+
+def divided_in_a_stack() -> None:
+    each_divided(lambda loss: torch.stack([loss / 3]).sum())
+
+
+def stack_of_divided_terms() -> None:
+    each_divided(lambda loss: torch.stack([loss / 3, 0.1 * loss.square() / 3]).sum())
+
+
+def difference_of_divided_terms() -> None:
+    each_divided(lambda loss: loss / 3 - 0.01 * loss.sqrt() / 3)
+
+
+def wrong_divided_by_a_function_too() -> None:
+    each_divided(lambda loss: torch.div(loss, 3) / 3)  # here
+
+
+def wrong_stack_of_terms() -> None:
+    each_divided(lambda loss: torch.stack([loss, 0.1 * loss.square()]).sum())
 
 
 def lbfgs() -> None:

@@ -75,6 +75,8 @@ WRONG = {
     "wrong_clips_gradients": ("clipping", "wrong", "clips nothing"),
     "wrong_compiled_and_not_divided": ("accumulation", "wrong", "not divided"),
     "wrong_criterion_outside_ddp": ("gradient", "wrong", "its own gradient of log"),
+    "wrong_divided_by_a_function_too": ("accumulation", "wrong", "divided by 3 twice"),
+    "wrong_stack_of_terms": ("accumulation", "wrong", "a step is the sum of 3"),
     "wrong_frozen_by_hand": ("frozen", "cannot tell", "changes 0.0.bias between"),
     "wrong_frozen_decays": ("frozen", "wrong", "0.0.bias"),
     "wrong_frozen_statistics": ("frozen", "wrong", "running statistics of frozen BatchNorms move"),
