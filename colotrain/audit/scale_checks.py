@@ -489,7 +489,10 @@ def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) ->
         text = f"no parameter changed, though {whose} gradients"
         return wrong(name, text, each.step.site, step=each.step.step)
     if not own.plain_sgd:
-        why = f"{each.step.optimizer_name}'s step hardly depends on the gradient's size"
+        kind = each.step.optimizer_name
+        why = f"{kind}'s step hardly depends on the gradient's size"
+        if kind == "SGD":
+            why = "SGD has momentum, weight decay or several rates"
         return ok(name, f"parameters change; by how much is not compared: {why}")
     if not now:
         return unchecked(name, "there are no whole gradients to compare with")

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
+from colotrain import generators
 from colotrain.data.prepare.tokens import Prepared, prepare
 from colotrain.data.read.loader import (
     BatchLoader,
@@ -275,9 +277,12 @@ class Itself:
 def unsplit_stream(count=None):
     return Stream(count)
 
-class Bare(IterableDataset):
+class Loader:  # iterable, of batches, and no dataset
     def __iter__(self):
         yield {}
+
+    def __len__(self):
+        return 1
 
 class HalfLong(list):
     def __len__(self):
@@ -375,7 +380,7 @@ def test_an_empty_stream_is_an_error(own: str) -> None:
     ("name", "args", "key", "told"),
     [
         ("number", {}, "data.target", "it returned int"),
-        ("Bare", {}, "data.target", "state_dict"),
+        ("Loader", {}, "data.target", "an iterable of samples \\(it returned Loader"),
         (
             "HalfLong",
             {},
@@ -425,6 +430,42 @@ def test_the_end_of_a_stream_is_told_once_and_it_begins_again() -> None:
     assert told == []
     assert [samples[index] for index in range(3, 10)] == [0, 1, 2, 0, 1, 2, 0]
     assert told == [3]
+
+
+def draws_for_ever() -> Iterator[float]:
+    """A generator without `state_dict` that draws from each generator that it may."""
+    number = 0
+    while True:
+        yield number + random.random() + float(np.random.rand()) + torch.rand(()).item()
+        number += 1
+
+
+class ShuffledOnce(IterableDataset[int]):
+    """Draws its order when it is begun, and has no `state_dict`."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(6).tolist())
+
+
+@pytest.mark.parametrize("name", ["draws_for_ever", "ShuffledOnce"])
+def test_a_stream_draws_by_the_seed_and_the_position_alone(name: str) -> None:
+    def opened(seed: int = 0) -> Any:
+        with generators.seeded(seed):
+            return open_samples(own_plan(f"{__name__}:{name}"), "train")
+
+    whole, others, resumed = opened(), opened(), opened()
+    expected = [whole[index] for index in range(12)]
+    states = random.getstate(), torch.get_rng_state()
+    for index in range(1, 12, 2):
+        random.random(), torch.rand(3)  # what training draws between
+        assert others[index] == expected[index]
+    assert [resumed[index] for index in range(7, 12)] == expected[7:]
+    assert [resumed[index] for index in range(12)] == expected
+    assert [opened(seed=1)[index] for index in range(12)] != expected
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    opened()[3]
+    assert (random.getstate(), torch.get_rng_state().tolist()) == (states[0], states[1].tolist())
 
 
 def test_an_evaluation_reads_each_position_once_in_as_many_micro_batches_on_every_rank() -> None:

@@ -41,7 +41,7 @@ def user_samples(plan: DataPlan, split: str) -> Any:
         return StreamSamples(dataset, again) if takes_split or split == "train" else []
     if not _is_map(dataset):
         expected = "a callable that returns a map-style dataset (`__len__` and `__getitem__`), or "
-        expected += f"an iterable one with `state_dict` (it returned {type(dataset).__name__})"
+        expected += f"an iterable of samples (it returned {type(dataset).__name__})"
         raise _wrong("data.target", target, expected, "return a list, or a torch Dataset")
     count = _length(dataset, target)
     if takes_split:
@@ -93,13 +93,16 @@ class StreamSamples:
     The stream's order is kept, never shuffled: every rank reads from the beginning and skips other
     ranks' samples, and resuming reads forward to the run's position. Reading an earlier sample
     restarts the stream, by loading its first `state_dict` if it has `load_state_dict`, else with a
-    new stream from `remake()`. A stream that ends is restarted, too. Its `len` is `sys.maxsize`.
+    new stream from `remake()`. A stream that ends is restarted, too. What it draws at random
+    depends on the seed and the position alone. Its `len` is `sys.maxsize`.
     """
 
     def __init__(self, stream: Any, remake: Callable[[], Any]) -> None:
         self.stream = stream
         self.remake = remake
-        self._first_state = copy.deepcopy(stream.state_dict())
+        self._first_state = copy.deepcopy(stream.state_dict()) if self._can_load else None
+        self._draws = self._first_draws = generators.of_host()
+        """State of the generators that the stream draws from: the same on all ranks."""
         self._iterator: Iterator[Any] | None = None
         self._next = 0
         self.beat: Callable[[], None] = lambda: None
@@ -112,15 +115,20 @@ class StreamSamples:
         return sys.maxsize
 
     def __getitem__(self, index: int) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self.stream)
-        elif index < self._next:
-            self._iterator, self._next = self._from_the_first(), 0
-        for passed in range(index - self._next):
-            if passed % BEAT_EVERY == 0:
-                self.beat()
-            self._read()
-        return self._read()
+        with generators.kept():
+            begins_again = self._iterator is not None and index < self._next
+            generators.set_on_host(self._first_draws if begins_again else self._draws)
+            if self._iterator is None:
+                self._iterator = iter(self.stream)
+            elif begins_again:
+                self._iterator, self._next = self._from_the_first(), 0
+            for passed in range(index - self._next):
+                if passed % BEAT_EVERY == 0:
+                    self.beat()
+                self._read()
+            sample = self._read()
+            self._draws = generators.of_host()
+        return sample
 
     def _read(self) -> Any:
         for begin in (self._as_it_is, self._another_time, self._from_the_first):
@@ -194,8 +202,10 @@ def _takes_split(make: Callable[..., Any]) -> bool:
 
 
 def _is_stream(dataset: Any) -> bool:
-    iterable = isinstance(dataset, IterableDataset) or not _is_map(dataset)
-    return iterable and hasattr(dataset, "__iter__") and hasattr(dataset, "state_dict")
+    if not hasattr(dataset, "__iter__") or isinstance(dataset, Mapping | str | bytes):
+        return False
+    keeps_place = hasattr(dataset, "state_dict") and not _is_map(dataset)
+    return isinstance(dataset, IterableDataset) or keeps_place or not hasattr(dataset, "__len__")
 
 
 def _is_map(dataset: Any) -> bool:
