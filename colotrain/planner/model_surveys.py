@@ -19,10 +19,10 @@ from colotrain.planner.dependencies import Dependencies, record_dependencies, re
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
-from colotrain.spec.survey import LossStudy, Survey, Trace
+from colotrain.spec.survey import LossStudy, Survey, Trace, Ungrouped
 
 T = TypeVar("T")
-WITHOUT_VALUES = frozenset({"survey", "trace_micro_batch", "sequence"})
+WITHOUT_VALUES = frozenset({"survey", "trace_micro_batch", "ungrouped", "sequence"})
 """Functions that build a model without values, or run it without them."""
 ShowPreparation = Callable[[], AbstractContextManager[Progress]]
 
@@ -67,10 +67,13 @@ class ModelSurveys:
                 return TraceResult(trace=None, obstacle=result), dependencies
             return TraceResult(trace=result, obstacle=""), dependencies
 
-        about = (freeze, (data.seq_len, data.target, data.args, data.collate), *how)
-        result = cached(TraceResult, model, about, compute)
+        about = freeze, (data.seq_len, data.target, data.args, data.collate)
+        result = cached(TraceResult, model, (*about, *how), compute)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
-        return result.trace
+        if result.trace is None:
+            return None
+        left = self._cached(Ungrouped, about, "ungrouped", model, freeze, data)
+        return replace(result.trace, ungrouped=left.blocks)
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""

@@ -133,6 +133,13 @@ class Exchange:
         return self.whole_bytes * (self.ranks - 1) / self.ranks
 
 
+@dataclass(frozen=True, slots=True)
+class Ungrouped:
+    """Blocks that cannot be groups, so that their parameters are the root group's."""
+
+    blocks: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Forward and backward of a micro-batch, as traced with unsharded parameters."""
@@ -149,7 +156,7 @@ class Trace:
     exchanges: tuple[Exchange, ...] = ()
     """What ranks that divide samples' tokens exchange, and those that divide matrices."""
     ungrouped: tuple[str, ...] = ()
-    """Blocks that cannot be groups, so that their parameters are the root group's."""
+    """The blocks of `Ungrouped`."""
 
     @property
     def kept_bytes(self) -> int:

@@ -31,7 +31,7 @@ from colotrain.planner.memory import (
 )
 from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.time import amounts_of, step_time
-from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
+from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch, ungrouped
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
 from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
@@ -154,7 +154,11 @@ def test_blocks_that_a_trial_leaves_out_are_planned_with_the_root_group(
     )
     found = trace_micro_batch(model, FreezePlan(), data, "fp32", "none", "cpu", 2)
     assert isinstance(found, Trace), found
-    looked = survey(model, FreezePlan(), SEQ_LEN)
+    left = ungrouped(model, FreezePlan(), data)
+    found, looked = (
+        dataclasses.replace(found, ungrouped=left.blocks),
+        survey(model, FreezePlan(), SEQ_LEN),
+    )
     planned = find(looked, found, layout("zero3", 2))
     assert len(planned) == groups
     assert sum(sum(g.gathered_sizes) for g in planned.values()) > 0

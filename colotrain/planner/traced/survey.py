@@ -55,7 +55,14 @@ from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
-from colotrain.spec.survey import Exchange, LossStudy, ParameterInfo, Survey, Trace
+from colotrain.spec.survey import (
+    Exchange,
+    LossStudy,
+    ParameterInfo,
+    Survey,
+    Trace,
+    Ungrouped,
+)
 from colotrain.torch_internals import BatchNorms
 
 
@@ -275,9 +282,6 @@ def trace_micro_batch(
     attach_(module, model)
     freeze_(module, freeze)
     begin_training_(module)
-    sample = one_sample(data, model)
-    batch = {n: t.new_empty((micro_batch, *t.shape)) for n, t in sample.items()}
-    against = reasons_without_values(module, find_blocks(module), batch) or {}
     mesh = mesh or MeshPlan()
     sequences = SequenceShard(rank=0, size=mesh.cp, device=device)
     tensors = TensorShard(rank=0, size=mesh.tp, by_tokens=mesh.sequence_parallel)
@@ -288,6 +292,7 @@ def trace_micro_batch(
         divide_parameters_(module, divisions, tensors)
         apply_styles_(module, divisions, tensors)
     try:
+        sample = one_sample(data, model)
         found = trace(
             module,
             sample,
@@ -302,11 +307,23 @@ def trace_micro_batch(
             for shard in shards
             if shard.calls
         )
-        return dataclasses.replace(found, exchanges=exchanges, ungrouped=tuple(against))
+        return dataclasses.replace(found, exchanges=exchanges)
     except NotTraceable as error:
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {message_of(cause).partition(chr(10))[0]}"
         return f"{users_line(cause) or 'it'} raised {why}"
+
+
+def ungrouped(model: ModelPlan, freeze: FreezePlan, data: DataPlan) -> Ungrouped:
+    """Find the blocks that cannot be groups; none where no forward runs without values."""
+    module = build_on_meta(model)
+    if module is None:
+        return Ungrouped(blocks=())
+    attach_(module, model)
+    freeze_(module, freeze)
+    begin_training_(module)
+    batch = {n: t.new_empty((2, *t.shape)) for n, t in one_sample(data, model).items()}
+    return Ungrouped(blocks=tuple(reasons_without_values(module, find_blocks(module), batch) or ()))
 
 
 def sequence(model: ModelPlan, data: DataPlan) -> BlockSequence:
