@@ -169,7 +169,7 @@ class History:
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """Unix times (end of an attempt's last surviving step, end of the next attempt's first)."""
     last: kinds.Step | None = None
-    skipped: int = 0
+    skipped: list[int] = field(default_factory=list)
     useful_s: float = 0.0
     """Seconds in these steps."""
 
@@ -187,7 +187,8 @@ class History:
             self.throughput.append((step.step, step.tokens_per_s))
         if step.step_s is not None and warm:
             self.step_times.append((step.step, step.step_s))
-        self.skipped += bool(step.skipped)
+        if step.skipped:
+            self.skipped.append(step.step)
         self.useful_s += step.step_s or 0.0
         self.recent.append(step)
         self.last = step

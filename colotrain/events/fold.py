@@ -235,7 +235,7 @@ def with_history(view: RunView, history: History) -> RunView:
     """Add the columns of `history` and what its last step reported."""
     view = replace(
         view,
-        skipped_steps=history.skipped,
+        skipped_steps=tuple(history.skipped),
         loss=tuple(history.loss),
         grad_norms=tuple(history.grad_norms),
         throughput=tuple(history.throughput),

@@ -174,6 +174,7 @@ class Step(EventKind):
     grad_norm: float | None = None
     clip_ratio: float | None = None
     lr: float | None = None
+    """Learning rate of the update; None where the step was skipped."""
     optimizer_steps: int | None = None
     """Optimizer steps since the beginning of the run."""
     total_micro_batches: int | None = None

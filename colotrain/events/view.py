@@ -102,7 +102,8 @@ class RunView:
     """Progress of a long step or evaluation that is running now."""
     optimizer_steps: int = 0
     micro_batches: int = 0
-    skipped_steps: int = 0
+    skipped_steps: tuple[int, ...] = ()
+    """Steps without an update, because loss or gradients were not finite."""
     loss: Series = ()
     evals: Series = ()
     metrics: dict[str, float] = field(default_factory=dict)

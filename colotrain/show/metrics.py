@@ -143,7 +143,7 @@ METRICS: tuple[tuple[str, str, str, Callable[[State], Iterable[Sample]]], ...] =
         "skipped_steps_total",
         "counter",
         "Steps without an update, because a value was not finite.",
-        _one(lambda s: s.view.skipped_steps),
+        _one(lambda s: len(s.view.skipped_steps)),
     ),
     (
         "restarts_total",

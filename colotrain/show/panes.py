@@ -89,7 +89,8 @@ def loss(frame: FrameState, width: int, height: int) -> list[Text]:
         title.append(f"  {MARK} ", f"bold {ORANGE}")
         title.append(f"validation {shown_loss(view.evals[-1][1])}")
         title.append("".join(f"  {name} {value:.4g}" for name, value in view.metrics.items()))
-    title.append(f"  log scale  lr {shown(view.lr, '.2g')}", "dim")
+    skipped = " (skipped)" if view.steps in view.skipped_steps[-1:] else ""
+    title.append(f"  log scale  lr {shown(view.lr, '.2g')}{skipped}", "dim")
     return [title, *chart(view.loss, view.evals, width=width, height=height - 1, log=True)]
 
 
@@ -314,7 +315,7 @@ def health(frame: FrameState, width: int, height: int) -> list[Text]:
     for number, cause in reversed(list(enumerate(view.restart_causes, 1))):
         lines.append(Text(f" {number}: {clean(cause)}", ORANGE))
     if view.skipped_steps:
-        lines.append(Text(f"{view.skipped_steps} steps skipped (not finite)", ORANGE))
+        lines.append(Text(f"{len(view.skipped_steps)} steps skipped (not finite)", ORANGE))
     lines += [Text(f"warning: {clean(text)}", ORANGE) for text in frame.plan.warnings]
     return lines[:height]
 

@@ -179,7 +179,11 @@ def _plain_preparation(console: Console) -> Prepare:
 
 
 def step_line(step: kinds.Step, view: RunView, plan: RunPlan) -> str:
-    """Return `step=10/300 loss=3.2145 val=- tokens_per_s=12345 eta=1m20s mem=512MiB lr=1.0e-03`."""
+    """Return `step=10/300 loss=3.2145 val=- tokens_per_s=12345 eta=1m20s mem=512MiB lr=1.0e-03`.
+
+    Where steps were skipped, ` skipped=2` follows, their number so far; such a step has no rate.
+    """
+    num_skipped = sum(skipped <= step.step for skipped in view.skipped_steps)
     fields = {
         "step": f"{step.step}/{plan.train.max_steps}",
         **({"epoch": epoch(step.step, plan.train)} if plan.train.epoch_steps else {}),
@@ -189,6 +193,7 @@ def step_line(step: kinds.Step, view: RunView, plan: RunPlan) -> str:
         "eta": _eta(view, plan),
         "mem": short_size(max(view.peak_by_rank, default=0)),
         "lr": shown(step.lr, ".1e"),
+        **({"skipped": num_skipped} if num_skipped else {}),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -282,6 +287,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
     return [
         ("status", status),
         ("steps", _steps(summary["steps"], plan.train)),
+        *_skipped(view),
         ("loss", f"{shown_loss(loss['first'])} → {shown_loss(loss['last'])}"),
         ("validation loss", shown_loss(_validation_loss(view))),
         *((f"validation {name}", f"{value:.4g}") for name, value in view.metrics.items()),
@@ -304,6 +310,13 @@ def describe_stage(stage: StageView) -> str:
 def _steps(steps: int, train: TrainPlan) -> str:
     of_all = f"{steps}/{train.max_steps}"
     return of_all + (f", epoch {epoch(steps, train)}" if train.epoch_steps else "")
+
+
+def _skipped(view: RunView) -> Iterator[tuple[str, str]]:
+    """Yield a row that says how many steps made no update, if any."""
+    if view.skipped_steps:
+        reason = "loss or gradients were not finite, and the weights did not change"
+        yield "skipped steps", f"{len(view.skipped_steps)} of {view.steps}: {reason}"
 
 
 def _mfu(mfu: Any, view: RunView) -> str:

@@ -22,6 +22,7 @@ class Phase(StrEnum):
     ROLLBACK = "rollback"
     RECORD = "record"
     MEMORY_COPY = "memory copy"
+    BUFFERS = "comparison of buffers"
     CORRUPTION_SEARCH = "search for corruption"
     EVALUATION = "evaluation"
     TEXT_SAMPLES = "samples of text"
@@ -43,6 +44,7 @@ AFTER_A_STEP = frozenset(
     {
         Phase.RECORD,
         Phase.MEMORY_COPY,
+        Phase.BUFFERS,
         Phase.CORRUPTION_SEARCH,
         Phase.EVALUATION,
         Phase.TEXT_SAMPLES,

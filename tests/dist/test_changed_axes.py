@@ -132,6 +132,8 @@ def test_buffers_that_differ_are_the_first_ranks_on_another_mesh(colotrain: Colo
     saved = colotrain.rundir("apart").checkpoint(1)
     stored = read_whole(saved)
     assert not torch.equal(stored["rank.1.model.seen"], stored["model.seen"])
+    (told,) = notes_of_buffers(colotrain, "apart")
+    assert "step 1: buffers that forward changes differ between ranks: seen. " in told
     plan = "mesh.tp_plan={layers.0:colwise,layers.1:rowwise}"
     again = (*options, "train.max_steps=2", f"checkpoint.resume={saved}", plan, "mesh.tp=2")
     result = colotrain("run", *again, "name=together")
@@ -140,6 +142,12 @@ def test_buffers_that_differ_are_the_first_ranks_on_another_mesh(colotrain: Colo
     first = read_whole(colotrain.rundir("together").checkpoint(1))
     assert torch.equal(first["model.seen"], stored["model.seen"])
     assert "rank.1.model.seen" not in first
+    assert not notes_of_buffers(colotrain, "together")
+
+
+def notes_of_buffers(colotrain: Colotrain, name: str) -> list[str]:
+    texts = [e.fields["text"] for e in colotrain.events(name) if e.kind == "note"]
+    return [text for text in texts if "buffers that forward changes" in text]
 
 
 def assert_equal_states(*folders: Path) -> None:

@@ -122,6 +122,7 @@ def test_an_overflow_in_one_micro_batch_skips_exactly_that_step(
     )
     steps = [e for e in colotrain.events("overflow") if e.kind == "step" and e.rank == 0]
     assert [event.fields["skipped"] for event in steps] == [False, True, False, False]
+    assert ["lr" in event.fields for event in steps] == [True, False, True, True]
     assert summary["optimizer_steps"] == 3
     scales = []
     for number in (1, 2, 3):

@@ -351,6 +351,18 @@ def test_a_type_the_device_cannot_multiply_has_no_peak() -> None:
     assert matmul_peak_flops(torch.device("cpu"), torch.bool) == 0.0
 
 
+def test_skipped_steps_are_counted() -> None:
+    plan = plan_of(log_every=1)
+    events = [step(1), step(2, skipped=True, lr=None), step(3), step(4, skipped=True, lr=None)]
+    lines = [step_line(Step.of(event), fold(events), plan).split(" lr=")[1] for event in events]
+    assert lines == ["1.0e-03", "- skipped=1", "1.0e-03 skipped=1", "- skipped=2"]
+    for seen, expected in ((events, "2 of 4: "), (events[:1], "")):
+        view = fold(seen)
+        rows = dict(summary_rows(summary(view, plan, RunDir("runs/x")), plan, view))
+        assert rows.get("skipped steps", "").startswith(expected)
+        assert ("skipped steps" in rows) == bool(expected)
+
+
 @pytest.mark.parametrize(
     ("source", "per_step", "name"),
     [("corpus", 999, "tokens"), ("target", None, "samples"), ("target", 999, "targets")],

@@ -3,7 +3,7 @@
 import math
 import random
 
-from colotrain.engine.step.recording import MIN_STEPS, LossSpikes
+from colotrain.engine.step.recording import MIN_STEPS, LossSpikes, SkippedSteps
 
 
 def test_noise_around_a_falling_loss_is_no_spike() -> None:
@@ -35,3 +35,16 @@ def test_a_loss_that_is_not_finite_is_not_of_the_range() -> None:
         assert spikes.check(loss) is None
     assert spikes.check(2.0) is None
     assert spikes.check(5.0) is not None
+
+
+def test_steps_that_are_mostly_skipped_are_told_once() -> None:
+    steps = SkippedSteps()
+    told = [steps.check(step % 3 != 0, searching=False) for step in range(60)]
+    assert [step for step, text in enumerate(told) if text] == [16]
+    assert str(told[16]).startswith("11 of the last 17 steps were skipped")
+
+
+def test_few_skipped_steps_and_the_search_for_a_scale_are_not_told() -> None:
+    steps = SkippedSteps()
+    assert not any(steps.check(True, searching=True) for _ in range(16))
+    assert not any(steps.check(step % 2 == 0, searching=False) for step in range(60))

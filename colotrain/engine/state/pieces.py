@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain import generators, module_tree
@@ -137,7 +137,12 @@ def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     reshard(sharded)
     for name, parameter in sharded.named_parameters():
         yield name, parameter.detach()
-    for path, module in module_tree.named_modules(sharded.module):
+    yield from persistent_buffers(sharded.module)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and buffer of all that checkpoints and exports have."""
+    for path, module in module_tree.named_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and is_persistent(module, name):
                 yield f"{path}.{name}" if path else name, buffer

@@ -20,6 +20,7 @@ from colotrain.engine.gradients.accumulation import Batch, to_device, weighted_o
 from colotrain.engine.model.unchanged import unchanged, uncompiled
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
+from colotrain.engine.state.pieces import persistent_buffers
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.loss_trial import sums_tokens
@@ -33,7 +34,6 @@ from colotrain.models.outputs import TargetRule, means_in, metrics_in
 from colotrain.spec.axes import TP
 from colotrain.spec.batch import is_due
 from colotrain.spec.phases import Phase
-from colotrain.torch_internals import is_persistent
 
 Evaluated = tuple[Tensor, Tensor, Any, Any]
 """Summed loss of a micro-batch, its targets, the output, and what `train.metrics` returned."""
@@ -223,9 +223,8 @@ def exported_buffers(run: Run) -> Iterator[None]:
     if run.plan.world_size == 1 or run.plan.mesh.together > 1:
         yield
         return
-    owners = module_tree.modules(run.sharded.module)
-    kept = [m._buffers[name] for m in owners for name in m._buffers if is_persistent(m, name)]
-    own = [buffer for buffer in kept if buffer is not None and buffer.is_floating_point()]
+    kept = persistent_buffers(run.sharded.module)
+    own = [buffer for _, buffer in kept if buffer.is_floating_point()]
     before = [buffer.clone() for buffer in own]
     for buffer in own:
         dist.broadcast(buffer, src=0)

@@ -11,9 +11,12 @@ from typing import Any
 from torch import nn
 
 from colotrain.dotted import import_target
+from colotrain.engine.comms import exchange
+from colotrain.engine.comms.raw_bytes import checksum
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state import checkpoint
 from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
+from colotrain.engine.state.pieces import persistent_buffers
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import Evaluator
@@ -83,6 +86,48 @@ class FirstStepNotes(Participant):
                 'as {"loss": loss, "accuracy": value}'
             )
             run.events.write(Note(step=1, text=text))
+
+
+class BufferDifferences(Participant):
+    """Says once which buffers differ between ranks, because a forward changed them by its samples.
+
+    Ranks compare them after the steps 1, 2, 4, 8 ... of an attempt: a buffer may move later only.
+    """
+
+    def __init__(self, run: Run, clock: StepClock) -> None:
+        super().__init__(run, clock)
+        self.num_steps, self.found = 0, False
+
+    def after_step(self, result: StepResult | None) -> None:
+        run = self.run
+        self.num_steps += result is not None
+        is_due = result is not None and self.num_steps.bit_count() == 1
+        if self.found or not is_due or run.plan.world_size == 1:
+            return
+        run.at(Phase.BUFFERS)
+        names = differing_buffers(run.sharded.module)
+        self.found = bool(names)
+        if names and run.rank == 0:
+            run.events.write(Note(step=run.step, text=_buffer_warning(names, run)))
+
+
+def differing_buffers(model: nn.Module) -> list[str]:
+    """Return the persistent buffers that differ from rank 0's on any rank. All ranks must call."""
+    sums = {name: checksum(buffer) for name, buffer in persistent_buffers(model)}
+    of_first = exchange.broadcast(sums)
+    own = [name for name, value in sums.items() if of_first.get(name, value) != value]
+    return list(dict.fromkeys(name for names in exchange.all_gather(own) for name in names))
+
+
+def _buffer_warning(names: list[str], run: Run) -> str:
+    shown = ", ".join(names[:3]) + (f" ({len(names)} in all)" if len(names) > 3 else "")
+    evaluated = "" if run.plan.mesh.together > 1 else "evaluations and "
+    return (
+        f"warning: step {run.step}: buffers that forward changes differ between ranks: {shown}. "
+        f"Each rank trains with its own, and {evaluated}exports have rank 0's: results depend on "
+        "the number of ranks. Average in forward what they are made of "
+        "(torch.distributed.all_reduce), or train with one rank"
+    )
 
 
 class Placement(Participant):
@@ -196,6 +241,8 @@ ORDER: tuple[Callable[[Run, StepClock], Participant], ...] = (
     MemoryCopying,
     # A step is recorded before anything can fail that is no part of it.
     StepRecords,
+    # What differs is told before it is evaluated or saved.
+    BufferDifferences,
     # Corrupt values are found before they are evaluated or saved.
     Guard,
     # A checkpoint holds the evaluation of its step, which decides whether it is the best one.

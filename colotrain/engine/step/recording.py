@@ -43,6 +43,9 @@ MOST_UNUSED = 0.5
 """Share of what trains that may have no gradient in the first step without a message."""
 MIN_STEPS = 32
 """Steps before the mean and deviation are used."""
+SKIP_WINDOW = 20
+MOST_SKIPPED = 0.5
+"""Share of the last 20 steps that may be skipped without a message."""
 
 
 def record_peak_flops(events: EventWriter, precision: str, device: torch.device) -> None:
@@ -146,12 +149,36 @@ class LossSpikes:
         return warning
 
 
+@dataclass(slots=True)
+class SkippedSteps:
+    """Which of the last 20 steps made no update."""
+
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=SKIP_WINDOW))
+    warned: bool = False
+
+    def check(self, skipped: bool, *, searching: bool) -> str | None:
+        """Add a step; return a warning once, when most of the last 20 were skipped.
+
+        `searching`: fp16 still looks for its first loss scale, for which steps have to be skipped.
+        """
+        if searching:
+            return None
+        self.recent.append(skipped)
+        if self.warned or sum(self.recent) <= MOST_SKIPPED * SKIP_WINDOW:
+            return None
+        self.warned = True
+        return (
+            f"{sum(self.recent)} of the last {len(self.recent)} steps were skipped: loss or "
+            "gradients were not finite, and the weights did not change"
+        )
+
+
 class StepRecords(Participant):
     """Writes one event per rank and step, and what the rank's memory and machine lack."""
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         super().__init__(run, clock)
-        self.pressure, self.spikes = PressureMeter(), LossSpikes()
+        self.pressure, self.spikes, self.skipped = PressureMeter(), LossSpikes(), SkippedSteps()
         self.baseline_bytes = 0
         """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors."""
         if run.device.type == "cpu":
@@ -174,6 +201,14 @@ class StepRecords(Participant):
             self._record_device_memory()
         if run.rank == 0 and (warning := self.spikes.check(result.agreed.loss)):
             run.events.write(Note(step=run.step, text=f"step {run.step}: {warning}"))
+        scale = run.loss_scale
+        searching = scale.can_fall and not run.optimizer.steps
+        warning = self.skipped.check(result.lr is None, searching=searching)
+        if run.rank == 0 and warning:
+            fix = "lower optim.lr, or correct what the notes before name"
+            if scale.dynamic:
+                fix = f"fp16 overflows at loss scale {scale.scale:g}: take train.precision=bf16"
+            run.events.write(Note(step=run.step, text=f"step {run.step}: {warning}; {fix}"))
 
     def _record_step(self, result: StepResult, measured: dict[str, Any]) -> None:
         """Write one event per rank; rank 0 adds what all ranks agreed on."""
@@ -190,7 +225,7 @@ class StepRecords(Participant):
                 "tokens_per_s": agreed.tokens / measured["step_s"],
                 "grad_norm": agreed.grad_norm,
                 "clip_ratio": run.gradients.clip_ratio,
-                "lr": result.lr or 0.0,
+                "lr": result.lr,
                 "optimizer_steps": run.optimizer.steps,
                 "total_micro_batches": run.history.micro_batches,
                 "skipped": result.lr is None,
