@@ -47,6 +47,7 @@ from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
 from colotrain.generators import seed_all
+from colotrain.lost_peers import peer_lost_in
 from colotrain.models.facts import facts_of
 from colotrain.models.loading import COMPILED, build
 from colotrain.models.objective import attach_
@@ -92,7 +93,8 @@ def main(path: str, digest: str) -> int:
         phase, step = (run.phase, run.phase_step) if run else (Phase.START, 0)
         heartbeat.beat(step, Phase.ENDING)  # the launcher ends ranks that compute in vain
         exit_code = record_failure(events, error, phase, step, heartbeat.stage)
-        if run is not None and isinstance(error, ColotrainError):
+        is_ours = isinstance(error, ColotrainError) and not peer_lost_in(error)
+        if run is not None and is_ours:
             run.saver.linger()  # every rank raised it and can finish its save
         return exit_code
     dist.destroy_process_group()

@@ -104,6 +104,7 @@ class Agent(LocalElasticAgent):
             self.launch.rundir,
             first_rank=self.first_rank(),
             has_copies=self.launch.plan.elastic.memory_copy.enabled,
+            say=self.launch.say,
         )
 
     def _record_failure(self, result: RunResult) -> None:

@@ -8,26 +8,8 @@ from pathlib import Path
 from colotrain.errors import of_system
 from colotrain.events.event import Event
 from colotrain.events.kinds import Failure, WorkerExit
+from colotrain.lost_peers import says_peer_lost
 from colotrain.spec.phases import Phase, where
-
-NCCL_WATCHDOG_MESSAGES = (
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "Some NCCL operations have failed or timed out",
-    "Watchdog caught collective operation timeout",
-)
-"""Messages of NCCL's watchdog when it aborts a rank whose collective another rank never joined."""
-PEER_LOST_MESSAGES = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Connection refused",
-    "Broken pipe",
-    "Read error",
-    "Write error",
-    "Timed out waiting",
-    *NCCL_WATCHDOG_MESSAGES,
-)
-"""Messages of a rank that lost a peer of its process group."""
 
 CUT_FILE = (
     " (a file that it had mapped could not be reached: data that somebody made shorter, a full "
@@ -56,7 +38,7 @@ def describe(
         why = CUT_FILE if by == "SIGBUS" else why
         return f"rank {rank} was killed by {by}{why}; its log: {log}"
     failed = sorted(_failures(events), key=lambda failure: failure.t)
-    own = [e for e in failed if not _is_peer_lost(e)]
+    own = [e for e in failed if not says_peer_lost(e.error)]
     if own:
         return _failed(own[0], exits)
     told = {event.rank for event in events}
@@ -85,16 +67,12 @@ def _failures(events: Sequence[Event]) -> list[Failure]:
     return [Failure.of(event) for event in events if event.kind == Failure.KIND]
 
 
-def _is_peer_lost(failure: Failure) -> bool:
-    return any(mark in failure.error for mark in PEER_LOST_MESSAGES)
-
-
 def raised_errors(events: Sequence[Event]) -> set[tuple[int, Phase | None, str]]:
     """Return the (step, phase, error) that ranks raised themselves, without system call errors."""
     return {
         (failure.step, failure.phase, failure.error)
         for failure in _failures(events)
-        if not _is_peer_lost(failure) and ERRNO not in failure.error
+        if not says_peer_lost(failure.error) and ERRNO not in failure.error
     }
 
 

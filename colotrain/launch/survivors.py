@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ REDUCE_S = 1.0
 """Seconds in which a step's all-reduce ends, if the failed rank has still taken part in it."""
 FINISH_S = 10.0
 """Most seconds that ranks may take to finish a step or a save."""
+SILENT_S = 1.0
+"""Seconds of waiting for them before it is said for what."""
 RAISE_S = 2.0
 """Seconds that ranks have to fail by themselves after another one raised an error: all of them may
 raise it, and say so."""
@@ -39,41 +41,72 @@ def failed(processes: Sequence[Any], device: str = "cpu") -> list[int]:
 
 
 def end_survivors(
-    processes: Sequence[Any], rundir: RunDir, *, first_rank: int, has_copies: bool
+    processes: Sequence[Any],
+    rundir: RunDir,
+    *,
+    first_rank: int,
+    has_copies: bool,
+    say: Callable[[str], None],
 ) -> set[int]:
     """Kill this machine's ranks that compute or wait in vain; return their local ranks.
 
     `processes` are the workers by local rank. Ranks that finish a step, and copy its state, may do
-    so. Without copies in memory (`has_copies`) a save may end if the failed ranks have added their
-    parts.
+    so within `FINISH_S`. A save may end if the failed ranks have added their parts, and without
+    copies in memory (`has_copies`) the ranks that compute meanwhile may, too, as they write it.
+    `say` sends a note about what is waited for.
     """
     dead, ended = failed(processes), set[int]()
     killed = any(processes[local].exitcode == -signal.SIGKILL for local in dead) or not dead
     began = time.monotonic()
-    saves = [] if has_copies else saves_without(rundir.checkpoints, [first_rank + d for d in dead])
-    while time.monotonic() < began + FINISH_S:
+    dead_ranks = [first_rank + local for local in dead]
+    saves = saves_without(rundir.checkpoints, dead_ranks)
+    wanted_saves = [] if has_copies else saves
+    said = False
+    while True:
+        now_s = time.monotonic() - began
         beats = {(b.rank, b.pid): b for b in read_heartbeats(rundir.heartbeats)}
-        waited_for = False
+        waited_for = list[str]()
         for local, process in enumerate(processes):
             if process.exitcode is not None or local in ended:
                 continue
             beat = beats.get((first_rank + local, process.pid))
-            if not is_in_vain(beat):
-                waited_for |= beat is not None and beat.phase not in LEFT_ALONE
-            elif may_end(beat, saves) and (killed or time.monotonic() > began + RAISE_S):
+            saving = _is_saving(beat, rundir.checkpoints)
+            if beat is not None and beat.phase in LEFT_ALONE and not saving:
+                continue
+            in_vain = not _any_unfinished(saves) if saving else is_in_vain(beat)
+            is_over = in_vain and may_end(beat, wanted_saves) and (killed or now_s > RAISE_S)
+            copies = beat is not None and beat.phase is Phase.MEMORY_COPY
+            if is_over or (now_s > FINISH_S and not copies):
                 ended.add(local)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
             else:
-                waited_for = True
-        if not waited_for:
-            break
+                at = f" ({beat.where})" if beat is not None else ""
+                waited_for.append(f"rank {first_rank + local}{at}")
+        if not waited_for or now_s > FINISH_S:  # copies of a large state have torch's half a minute
+            return ended
+        if now_s > SILENT_S and not said:
+            said = True
+            say(_waiting(dead_ranks, waited_for, has_save=_any_unfinished(saves)))
         time.sleep(POLL_S)
-    return ended
+
+
+def _waiting(dead: Sequence[int], waited_for: Sequence[str], *, has_save: bool) -> str:
+    """Return what is said while ranks finish something; the first few are named."""
+    who = f"rank {', '.join(map(str, dead[:4]))}" if dead else "a rank on another machine"
+    more = f" and {len(waited_for) - 4} more" if len(waited_for) > 4 else ""
+    named = f"{', '.join(waited_for[:4])}{more}"
+    what = " a checkpoint" if has_save else ""
+    return f"{who} has failed; waiting up to {FINISH_S:.0f} s for {named} to finish{what}"
 
 
 def saves_without(checkpoints: Path, dead: Sequence[int]) -> list[Path]:
-    """Return the folders of unfinished saves for which the failed ranks are not needed any more."""
+    """Return the folders of unfinished saves for which the failed ranks are not needed any more.
+
+    Rank 0 always is: it joins the parts.
+    """
+    if 0 in dead:
+        return []
     with contextlib.suppress(OSError):
         parts = {path.parent for path in checkpoints.glob("*/__*.json")}
         return [p for p in parts if all((p / f"__{rank}.json").exists() for rank in dead)]
@@ -82,7 +115,19 @@ def saves_without(checkpoints: Path, dead: Sequence[int]) -> list[Path]:
 
 def may_end(beat: Heartbeat | None, saves: Sequence[Path]) -> bool:
     """Whether the rank is not needed for a save either."""
-    return beat is None or beat.phase is Phase.START or not any(save.exists() for save in saves)
+    return beat is None or beat.phase is Phase.START or not _any_unfinished(saves)
+
+
+def _any_unfinished(saves: Sequence[Path]) -> bool:
+    return any(save.exists() for save in saves)
+
+
+def _is_saving(beat: Heartbeat | None, checkpoints: Path) -> bool:
+    """Whether the rank waits for a save that is not written yet."""
+    if beat is not None and beat.phase is Phase.CHECKPOINT:
+        with contextlib.suppress(OSError):
+            return any(checkpoints.glob(".*.tmp"))
+    return False
 
 
 def is_in_vain(beat: Heartbeat | None) -> bool:

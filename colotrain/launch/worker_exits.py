@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.events.kinds import WorkerExit
-from colotrain.launch.causes import NCCL_WATCHDOG_MESSAGES
+from colotrain.lost_peers import NCCL_WATCHDOG_MESSAGES
 from colotrain.rundir import regular
 
 READ_BYTES = 1 << 20

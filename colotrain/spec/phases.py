@@ -59,7 +59,10 @@ FINISHING = frozenset(
 """Phases that a rank can finish without a failed rank, which may have finished them; in seconds."""
 
 LEFT_ALONE = frozenset({Phase.CHECKPOINT, Phase.ROLLBACK})
-"""Phases that may not need the failed rank: other ranks continue, and nobody waits for them."""
+"""Phases that may not need the failed rank: other ranks continue, and nobody waits for them.
+
+A checkpoint that is being written is waited for, unless it needs the failed rank.
+"""
 
 
 def where(phase: Phase | None, step: int, stage: int | None = None) -> str:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.comms.shared_memory import PeerLost
 from colotrain.engine.pipeline.exchange import Exchange, make_links
-from colotrain.launch.causes import PEER_LOST_MESSAGES
+from colotrain.lost_peers import PEER_LOST_MESSAGES, PeerLost
 from colotrain.spec.axes import DP_SHARD, PP, Ranks
 from tests.dist.test_transport import WITHIN_S, _refuse, run, world
 

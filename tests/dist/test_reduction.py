@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.comms.shared_memory import PeerLost
 from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding import reduce_scatter as reductions
 from colotrain.engine.sharding.reduce_scatter import Reduction
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
 from colotrain.engine.sharding.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
-from colotrain.launch.causes import PEER_LOST_MESSAGES
+from colotrain.lost_peers import PEER_LOST_MESSAGES, PeerLost
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world
 from tests.representatives import representatives

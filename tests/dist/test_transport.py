@@ -26,14 +26,13 @@ from colotrain.engine.comms import all_gather as channels
 from colotrain.engine.comms import shared_memory
 from colotrain.engine.comms.all_gather import Channel
 from colotrain.engine.comms.groups import Groups
-from colotrain.engine.comms.shared_memory import PeerLost
 from colotrain.engine.gradients.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, watch
 from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding import transport
 from colotrain.engine.sharding.sharded_model import ShardedModel, materialise_, shard_
 from colotrain.engine.sharding.transport import SharedAllGather, install
-from colotrain.launch.causes import PEER_LOST_MESSAGES
+from colotrain.lost_peers import PEER_LOST_MESSAGES, PeerLost
 from colotrain.spec.plan import RunPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8)

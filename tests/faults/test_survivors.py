@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from colotrain.events.event import Event
+from colotrain.launch.survivors import FINISH_S
 from tests.running import Colotrain, losses
 
 MODEL = """
@@ -52,6 +55,25 @@ class Model(nn.Module):
             x = block(x)
         return x.square().mean()
 
+class Own(torch.optim.SGD):
+    # its steps depend on the whole gradient's norm, for which every rank waits
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        if AT == "optimizer":
+            self.kill()
+        squares = sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
+        for group in self.param_groups:
+            group["lr"] /= 1.0 + float(squares.full_tensor().sqrt())
+        super().step()
+        if AT == "save":
+            self.kill()
+
+    def kill(self):
+        if RANK == "1" and self.count == 5 and once("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
 def data():
     g = torch.Generator().manual_seed(0)
     return [{"x": torch.randn(4, generator=g)} for _ in range(64)]
@@ -65,9 +87,9 @@ WITHIN_S = 20.0
 """Less than torch's 30, and far less than the busy rank's 90."""
 
 
-def run(colotrain: Colotrain, at: str) -> tuple[list[float], list[Event]]:
+def run(colotrain: Colotrain, at: str, *more: str) -> tuple[list[float], list[Event]]:
     (colotrain.cwd / "mine.py").write_text(MODEL)
-    result = colotrain("run", *PLAN, "--json", env={"AT": at})
+    result = colotrain("run", *PLAN, *more, "--json", env={"AT": at})
     assert result.code == 0, result.err
     return losses(result.json), colotrain.events("hurt")
 
@@ -105,3 +127,26 @@ def test_an_error_of_one_rank_while_another_computes(colotrain: Colotrain) -> No
     (cause,) = causes(events)
     assert cause.startswith("rank 1 failed in forward or backward of step")
     assert "the reactor is too warm" in cause
+
+
+@pytest.mark.parametrize("plugin", ["zero2", "zero3"])
+def test_a_kill_while_another_rank_waits_in_an_optimizer_of_ones_own(
+    colotrain: Colotrain, plugin: str
+) -> None:
+    more = (f"plugin={plugin}", "optim.name=mine:Own", "checkpoint.every=2")
+    found, events = run(colotrain, "optimizer", *more)
+    assert len(found) == 6
+    assert seconds_to_restart(events, colotrain.cwd / "kill") < FINISH_S
+    (cause,) = causes(events)
+    assert cause.startswith("rank 1 was killed by SIGKILL")
+    (error,) = (e.fields["error"] for e in events if e.kind == "failed")
+    assert error.startswith("RuntimeError: ")
+
+
+def test_a_kill_while_another_rank_waits_for_a_checkpoint(colotrain: Colotrain) -> None:
+    more = ("optim.name=mine:Own", "checkpoint.every=1", "checkpoint.async=false")
+    found, events = run(colotrain, "save", *more)
+    assert len(found) == 6
+    assert seconds_to_restart(events, colotrain.cwd / "kill") < FINISH_S
+    (cause,) = causes(events)
+    assert cause.startswith("rank 1 was killed by SIGKILL")

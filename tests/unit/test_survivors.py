@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,10 @@ class Process:
 class Workers:
     rundir: RunDir
     processes: list[Process]
+    said: list[str] = field(default_factory=list)
 
-    def in_phase(self, phase: Phase, *, local: int = 1) -> None:
-        rank = 4 + local
+    def in_phase(self, phase: Phase, *, local: int = 1, first_rank: int = 4) -> None:
+        rank = first_rank + local
         writer = HeartbeatWriter(self.rundir.heartbeat_file(rank), rank=rank, patience_s=60)
         pid = self.processes[local].pid
         with pytest.MonkeyPatch.context() as patch:
@@ -58,9 +59,15 @@ class Workers:
             process.returncode = code
         process.wait()
 
-    def end(self, *, has_copies: bool = False) -> tuple[set[int], float]:
+    def end(self, *, has_copies: bool = False, first_rank: int = 4) -> tuple[set[int], float]:
         began = time.monotonic()
-        ended = end_survivors(self.processes, self.rundir, first_rank=4, has_copies=has_copies)
+        ended = end_survivors(
+            self.processes,
+            self.rundir,
+            first_rank=first_rank,
+            has_copies=has_copies,
+            say=self.said.append,
+        )
         return ended, time.monotonic() - began
 
 
@@ -69,6 +76,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers
     """Two processes, ranks 4 and 5, that would take very long."""
     monkeypatch.setattr(survivors, "FINISH_S", 1.5)
     monkeypatch.setattr(survivors, "RAISE_S", 0.4)
+    monkeypatch.setattr(survivors, "SILENT_S", 0.7)
     command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
     made = [Process(subprocess.Popen(command)) for _ in range(2)]
     yield Workers(RunDir(tmp_path), made)
@@ -108,6 +116,27 @@ def test_a_rank_that_finishes_has_time_for_it(workers: Workers, phase: Phase) ->
     ended, took_s = workers.end(has_copies=True)
     assert ended == {1}
     assert took_s >= 0.4
+
+
+@pytest.mark.parametrize("phase", [Phase.OPTIMIZER, Phase.RECORD, Phase.ENDING])
+def test_a_rank_that_does_not_finish_is_ended_when_its_time_is_over(
+    workers: Workers, phase: Phase
+) -> None:
+    workers.in_phase(phase)
+    workers.die()
+    ended, took_s = workers.end()
+    assert ended == {1}
+    assert 1.4 <= took_s < 4.0
+    assert workers.processes[1].process.wait(5) == -signal.SIGKILL
+    [note] = workers.said
+    assert note == f"rank 4 has failed; waiting up to 2 s for rank 5 ({phase} of step 3) to finish"
+
+
+def test_a_copy_of_a_large_state_may_take_longer(workers: Workers) -> None:
+    workers.in_phase(Phase.MEMORY_COPY)
+    workers.die()
+    assert workers.end(has_copies=True)[0] == set()
+    assert workers.processes[1].exitcode is None
 
 
 def test_only_what_needs_no_failed_rank_is_not_in_vain() -> None:
@@ -156,6 +185,47 @@ def test_a_save_that_needs_the_failed_rank_no_more_may_end(
     waits = has_part and not has_copies
     assert (took_s >= 0.5) == waits
     time.sleep(0 if waits else 0.7)  # until the timer has run
+
+
+def test_a_save_that_does_not_end_is_waited_for_no_longer_than_said(workers: Workers) -> None:
+    folder = workers.rundir.checkpoints / ".step-00000002.x-0.tmp"
+    folder.mkdir(parents=True)
+    (folder / "__4.json").touch()
+    workers.in_phase(Phase.COMPUTE)
+    workers.die()
+    ended, took_s = workers.end()
+    assert ended == {1}
+    assert 1.4 <= took_s < 4.0
+    [note] = workers.said
+    assert note.endswith("(forward or backward of step 3) to finish a checkpoint")
+
+
+@pytest.mark.parametrize("has_part", [True, False])
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_a_rank_that_waits_for_a_save_is_ended_where_it_needs_the_failed_rank(
+    workers: Workers, has_part: bool, has_copies: bool
+) -> None:
+    folder = workers.rundir.checkpoints / ".step-00000002.x-0.tmp"
+    folder.mkdir(parents=True)
+    (folder / f"__{4 if has_part else 5}.json").touch()
+    workers.in_phase(Phase.CHECKPOINT)
+    workers.die()
+    if has_part:
+        threading.Timer(0.6, lambda: folder.rename(folder.with_name("step-00000002"))).start()
+    ended, took_s = workers.end(has_copies=has_copies)
+    assert ended == (set() if has_part else {1})
+    assert (took_s >= 0.5) == has_part
+
+
+def test_no_save_ends_without_rank_0(workers: Workers) -> None:
+    folder = workers.rundir.checkpoints / ".step-00000002.x-0.tmp"
+    folder.mkdir(parents=True)
+    (folder / "__0.json").touch()
+    workers.in_phase(Phase.COMPUTE, first_rank=0)
+    workers.die()
+    ended, took_s = workers.end(first_rank=0)
+    assert ended == {1}
+    assert took_s < 1.0
 
 
 def test_who_has_failed() -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from colotrain import host
 from colotrain.engine.comms import exchange
 from colotrain.engine.comms.waiting import waiting
+from colotrain.lost_peers import PeerLost
 from colotrain.records import from_plain, to_plain
 from colotrain.torch_internals import timeout_s
 
@@ -48,10 +49,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Unavailable(Exception):
     """Ranks cannot share memory; the message says why. Raised on all ranks or on none."""
-
-
-class PeerLost(RuntimeError):
-    """A rank ended, or did not come within the timeout, while this one waited for it."""
 
 
 class _Timespec(ctypes.Structure):

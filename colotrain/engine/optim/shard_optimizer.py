@@ -24,6 +24,7 @@ from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
+from colotrain.lost_peers import peer_lost_in
 from colotrain.spec.axes import DP_SHARD
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -188,7 +189,7 @@ class ShardOptimizer:
             with self._watched(grads):
                 self.torch.step()
         except (RuntimeError, NotImplementedError) as error:
-            if self.plan.name in OPTIMIZERS:
+            if self.plan.name in OPTIMIZERS or peer_lost_in(error):
                 raise
             raise UsageError(
                 f"optim.name={self.plan.name}: it cannot update sharded parameters ({error})",

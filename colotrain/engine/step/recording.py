@@ -27,6 +27,7 @@ from colotrain.engine.step.statistics import Recorder
 from colotrain.errors import MOST_WRITTEN, ColotrainError, message_of, shortened
 from colotrain.events.kinds import DeviceMemory, Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
+from colotrain.lost_peers import peer_lost_in
 from colotrain.rundir import NOISE
 from colotrain.spec.axes import SAMPLES
 from colotrain.spec.batch import is_due
@@ -291,8 +292,12 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def record_failure(
     events: EventWriter, error: BaseException, phase: Phase, step: int, stage: int | None = None
 ) -> int:
-    """Write the event for a failure of this rank in `step` (from 1); returns its exit code."""
+    """Write the event for a failure of this rank in `step` (from 1); returns its exit code.
+
+    Where another rank was lost, that is the failure, whatever was raised because of it.
+    """
     text = "".join(traceback.format_exception(error))
+    error = peer_lost_in(error) or error
     if ran_out_of_memory(error):
         error = ColotrainError(f"memory ran short: {message_of(error)}", FIX_MEMORY)
     told = described(error)
