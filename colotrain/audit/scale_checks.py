@@ -20,6 +20,10 @@ NAMED_SO_IN_LIBRARIES = re.compile(r"accum|micro|grad_acc|\bnormalize\b", re.IGN
 
 SUMMED_AGAIN = "after each backward ranks sum again what they have of earlier micro-batches"
 OWN_GRADIENT = "each rank steps with its own gradient"
+EXCHANGED_IN_STEP = (
+    "ranks step with different gradients and change their weights alike, bit for bit: "
+    "the optimizer exchanges gradients within its step"
+)
 FEW_PERCENT, NEGLIGIBLE = 0.02, 1e-4
 """Relative difference of one parameter's gradient that no rounding explains, and the share of the
 whole gradient's norm below which it may."""
@@ -193,6 +197,8 @@ def explained(
     if each.step.stale:
         return unchecked(name, "gradients of earlier steps are in it (see zeroing)")
     if len(each.details) > 1:
+        if each.has_one_update and ratio(each.gradient(1), each.gradient(0))[1] > CLOSE:
+            return unchecked(name, EXCHANGED_IN_STEP, each.made_at)
         own = ratio(found, sketches(each.details[0].declared))
         if own[1] <= CLOSE:
             text = f"each rank steps with its own gradient ({own[0]:.2f} of it), not with the mean"
