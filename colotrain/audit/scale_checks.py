@@ -300,6 +300,16 @@ def weights_of(own: Details) -> set[Site]:
     }
 
 
+def means_of_terms(own: Details) -> set[Site]:
+    """Return the sites that divide a sum of the loss's terms by their number, written there."""
+    return {
+        site
+        for value, plain, _, how in (own.factors[0] if own.factors else [])
+        if how == "mean of terms" and (site := Site.of(plain)) in weights_of(own)
+        if any(near(float(text), 1 / value) for text in NUMBER.findall(site.statement))
+    }
+
+
 def uniform(each: ComparedStep) -> bool:
     """Whether all micro-batches of all ranks were multiplied by the same number."""
     found = {
@@ -433,6 +443,13 @@ def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]])
     if by_num:
         rest = math.prod(value for value, _ in others)
         return ok(name, f"{shown}; {rest:.4g} is taken for a part of the loss ({others[0][1]})")
+    if (
+        sites
+        and num == each.usual == 1
+        and not by_ranks
+        and means_of_terms(each.details[0]).issuperset(sites)
+    ):
+        return ok(name, f"{shown}: the loss is a mean of its own terms ({sites[0]})")
     why = (
         f"{shown}: multiplied by {math.prod(v for v, _ in factors):.4g}, perhaps a part of the loss"
     )

@@ -750,6 +750,34 @@ def mean_of_two_terms() -> None:
         optimizer.zero_grad()
 
 
+def mean_of_two_terms_each_step() -> None:
+    net = wrapped(made(8, 16, 4))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, _ = batch()
+        one, other = net(x).chunk(2, dim=1)
+        loss = (
+            F.cross_entropy(one, x.argmax(1) % 2) +
+            F.cross_entropy(other, x.argmin(1) % 2)
+        ) / 2  # fmt: skip
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def terms_divided_by_a_setting() -> None:
+    net, accumulation = made(8, 16, 4), 2
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, _ = batch()
+        one, other = net(x).chunk(2, dim=1)
+        loss = F.cross_entropy(one, x.argmax(1) % 2) + F.mse_loss(other, x[:, :2])
+        parts = accumulation
+        (loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def half_of_squares() -> None:
     net = wrapped(made(8, 16, 1))
     optimizer = SGD(net.parameters(), lr=0.1)

@@ -145,6 +145,7 @@ LEFT_OPEN = {
     "smoothed",
     "style_of_an_image",
     "tasks_in_turns",
+    "terms_divided_by_a_setting",
     "two_optimizers",
     "updated_by_hand",
     "without_autograd",
