@@ -53,6 +53,12 @@ class ComparedStep:
         return next((g for g in self.losses_of if len({inputs[r] for r in g}) > 1), [])
 
     @property
+    def has_one_update(self) -> bool:
+        """Whether all ranks changed all of their weights by the same, and by more than nothing."""
+        changes = [own.change for own in self.details]
+        return all(each == changes[0] for each in changes) and norm(sketches(changes[0])) > 0
+
+    @property
     def has_one_model(self) -> bool:
         """Whether all ranks have parameters of the same names, and backwards of losses alone."""
         names = [own.weights.keys() for own in self.details]

@@ -163,6 +163,8 @@ def peers(tensor: Any) -> frozenset[int]:
 
 
 SUMS = 64
+BLOCK = 2**15
+"""Elements that are summed at once on a CPU: their float64 copies stay in its cache."""
 SEED = 20_231_117
 
 
@@ -172,9 +174,15 @@ def sketch(tensor: Tensor) -> Tensor:
     flat = (torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole).reshape(-1)
     if flat.numel() <= SUMS:
         return flat.to(torch.float64, copy=True)  # the tensor may change in place
-    rest = -flat.numel() % SUMS
-    signed = flat.to(torch.float64) * _signs(flat.numel(), str(flat.device))
-    return torch.nn.functional.pad(signed, (0, rest)).view(-1, SUMS).sum(0)
+    signs = _signs(flat.numel(), str(flat.device))
+    size = BLOCK if flat.device.type == "cpu" else flat.numel()
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
+    for values, own_signs in zip(flat.split(size), signs.split(size), strict=True):
+        signed = values.to(torch.float64, copy=True).mul_(own_signs)
+        even = signed.numel() // SUMS * SUMS
+        sums += signed[:even].view(-1, SUMS).sum(0)
+        sums[: signed.numel() - even] += signed[even:]
+    return sums
 
 
 @lru_cache(maxsize=4096)

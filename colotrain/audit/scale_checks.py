@@ -20,6 +20,10 @@ NAMED_SO_IN_LIBRARIES = re.compile(r"accum|micro|grad_acc|\bnormalize\b", re.IGN
 
 SUMMED_AGAIN = "after each backward ranks sum again what they have of earlier micro-batches"
 OWN_GRADIENT = "each rank steps with its own gradient"
+EXCHANGED_IN_STEP = (
+    "ranks step with different gradients and change their weights alike, bit for bit: "
+    "the optimizer exchanges gradients within its step"
+)
 FEW_PERCENT, NEGLIGIBLE = 0.02, 1e-4
 """Relative difference of one parameter's gradient that no rounding explains, and the share of the
 whole gradient's norm below which it may."""
@@ -193,6 +197,8 @@ def explained(
     if each.step.stale:
         return unchecked(name, "gradients of earlier steps are in it (see zeroing)")
     if len(each.details) > 1:
+        if each.has_one_update and ratio(each.gradient(1), each.gradient(0))[1] > CLOSE:
+            return unchecked(name, EXCHANGED_IN_STEP, each.made_at)
         own = ratio(found, sketches(each.details[0].declared))
         if own[1] <= CLOSE:
             text = f"each rank steps with its own gradient ({own[0]:.2f} of it), not with the mean"
@@ -291,6 +297,16 @@ def weights_of(own: Details) -> set[Site]:
         for value, plain, _, how in (own.factors[0] if own.factors else [])
         if how != "divided" and not is_for_accumulation(value, site := Site.of(plain))
         if how != "times" or any(near(float(text), value) for text in NUMBER.findall(site.source))
+    }
+
+
+def means_of_terms(own: Details) -> set[Site]:
+    """Return the sites that divide a sum of the loss's terms by their number, written there."""
+    return {
+        site
+        for value, plain, _, how in (own.factors[0] if own.factors else [])
+        if how == "mean of terms" and (site := Site.of(plain)) in weights_of(own)
+        if any(near(float(text), 1 / value) for text in NUMBER.findall(site.statement))
     }
 
 
@@ -427,6 +443,13 @@ def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]])
     if by_num:
         rest = math.prod(value for value, _ in others)
         return ok(name, f"{shown}; {rest:.4g} is taken for a part of the loss ({others[0][1]})")
+    if (
+        sites
+        and num == each.usual == 1
+        and not by_ranks
+        and means_of_terms(each.details[0]).issuperset(sites)
+    ):
+        return ok(name, f"{shown}: the loss is a mean of its own terms ({sites[0]})")
     why = (
         f"{shown}: multiplied by {math.prod(v for v, _ in factors):.4g}, perhaps a part of the loss"
     )

@@ -43,11 +43,24 @@ class Site:
     @property
     def source(self) -> str:
         """The text of the library's line, or of the script's; empty where it is not found."""
+        return next(iter(self._lines()), "")
+
+    @property
+    def statement(self) -> str:
+        """`source`, and the lines on which its brackets go on."""
+        text = ""
+        for line in self._lines():
+            text += line
+            if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
+                break
+        return text
+
+    def _lines(self) -> list[str]:
         path, _, line = (self.library or self.line).rpartition(":")
         folders = sys.path if self.library else ["."]
         found = (os.path.join(folder, path) for folder in folders)
         file = next((name for name in found if os.path.isfile(name)), path)
-        return linecache.getline(file, int(line)) if line.isdecimal() else ""
+        return linecache.getlines(file)[max(int(line) - 1, 0) :] if line.isdecimal() else []
 
     def plain(self) -> list[str]:
         return [self.line, self.library]

@@ -547,6 +547,47 @@ def sharded_optimizer() -> None:
         optimizer.zero_grad()
 
 
+class ExchangedInStep(torch.optim.Optimizer):
+    """An update of the mean gradient of all ranks: small ones in place, large ones as slices."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == 1:
+                    dist.all_reduce(parameter.grad)
+                    parameter -= group["lr"] * parameter.grad / WORLD
+                    continue
+                gradient = parameter.grad.clone()
+                dist.all_reduce(gradient)
+                own = -group["lr"] / WORLD * gradient.flatten().chunk(WORLD)[dist.get_rank()]
+                slices = [torch.empty_like(own) for _ in range(WORLD)]
+                dist.all_gather(slices, own)
+                parameter += torch.cat(slices).view_as(parameter)
+
+
+def exchanged_in_step() -> None:
+    net = made(8, 16, 1)
+    average_weights(net)
+    optimizer = ExchangedInStep(net.parameters(), {"lr": 0.1})
+    for _ in range(STEPS):
+        for _ in range(2):
+            (error(net) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_stepped_alone() -> None:
+    net = made(8, 16, 1)
+    average_weights(net)
+    optimizer = Adam(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (error(net) / 2).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
 def master_weights() -> None:
     net = made(8, 16, 1).bfloat16()
     masters = [p.detach().float().requires_grad_() for p in net.parameters()]
@@ -752,6 +793,34 @@ def mean_of_two_terms() -> None:
             start, end = F.cross_entropy(one, x.argmax(1) % 2), F.mse_loss(other, x[:, :2])
             loss = (start + end) / 2
             (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mean_of_two_terms_each_step() -> None:
+    net = wrapped(made(8, 16, 4))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, _ = batch()
+        one, other = net(x).chunk(2, dim=1)
+        loss = (
+            F.cross_entropy(one, x.argmax(1) % 2) +
+            F.cross_entropy(other, x.argmin(1) % 2)
+        ) / 2  # fmt: skip
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def terms_divided_by_a_setting() -> None:
+    net, accumulation = made(8, 16, 4), 2
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, _ = batch()
+        one, other = net(x).chunk(2, dim=1)
+        loss = F.cross_entropy(one, x.argmax(1) % 2) + F.mse_loss(other, x[:, :2])
+        parts = accumulation
+        (loss / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
 
