@@ -59,8 +59,9 @@ DOORS = {
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
 PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting", "_args_from_interpreter_flags"}
-PUBLIC |= {"_parameters"}
-"""Python's own, and what torch's modules and users' define, which `torch_internals` asserts."""
+PUBLIC |= {"_parameters", "_saved_other", "_saved_self"}
+"""Python's own, what torch's modules and users' define, which `torch_internals` asserts, and what
+torch's notes on autograd say of a node's saved tensors."""
 
 
 def test_private_names_of_other_libraries_are_in_one_door_each() -> None:
