@@ -7,6 +7,7 @@ which has values, would take them for its own. No torch here.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,7 @@ def _answer(function: Callable[[], Any], pipe: Connection, parent: int) -> NoRet
     """Body of the fork."""
     try:
         die_with(parent)
+        gc.freeze()  # a process group that awaits its collection has threads that are not here
         if (internals := sys.modules.get("colotrain.torch_internals")) is not None:
             internals.keep_from_threads_and_cuda()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -177,3 +178,28 @@ def test_what_a_fork_prints_is_printed_once(capfd: pytest.CaptureFixture[str]) -
     print("after")
     sys.stdout.flush()
     assert capfd.readouterr().out == "before within after\n"
+
+
+class Threaded:
+    """Ends a process that is not its own when it is collected, as threads of C++ do."""
+
+    def __init__(self) -> None:
+        self.owner, self.itself = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os.abort()
+
+
+def test_a_fork_does_not_collect_what_its_parent_left() -> None:
+    gc.disable()
+    try:
+        Threaded()
+
+        def collected() -> int:
+            gc.collect()
+            return os.getpid()
+
+        assert in_fork(collected) != os.getpid()
+    finally:
+        gc.enable()
