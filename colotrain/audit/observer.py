@@ -307,7 +307,7 @@ class Observer:
 
     def scheduled(self, scheduler: Any, how: str) -> None:
         if how != "_initial_step":
-            self.window.schedulers[id(scheduler)] += 1
+            self.window.schedulers[scheduler] += 1
             self.window.scheduler_at = here()
 
     def passing(self, sampler: Any, order: Iterator[int], site: Site) -> Iterator[int]:

@@ -110,7 +110,7 @@ class Window:
     lost_at: Site = field(default_factory=lambda: Site(""))
     stale: bool | None = None
     clips: list[dict[str, Any]] = field(default_factory=list)
-    schedulers: Counter[int] = field(default_factory=Counter)
+    schedulers: Counter[Any] = field(default_factory=Counter)
     """Calls of each scheduler's `step`."""
     scheduler_at: Site = field(default_factory=lambda: Site(""))
     scale: bool = False

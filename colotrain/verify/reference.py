@@ -579,12 +579,12 @@ def _initialised(plan: ModelPlan, seed: int) -> nn.Module:
     """Call the model's `init_weights()`; each parameter draws from a generator of its own name."""
     with _DrawsForParameters(None):
         model: Any = _made(plan)
-    named = {
-        parameter.untyped_storage().data_ptr(): generator_of(name, seed=seed)
+    own = {
+        parameter: generator_of(name, seed=seed)
         for name, parameter in module_tree.named_parameters(model)
     }
     seed_all(seed)
-    with torch.no_grad(), _DrawsForParameters(named):
+    with torch.no_grad(), _DrawsForParameters(own):
         model.init_weights()
     return model
 
@@ -592,10 +592,10 @@ def _initialised(plan: ModelPlan, seed: int) -> nn.Module:
 class _DrawsForParameters(TorchDispatchMode):
     """Draws values of parameters from generators of their own, or leaves them out."""
 
-    def __init__(self, generators: dict[int, torch.Generator] | None) -> None:
+    def __init__(self, generators: dict[nn.Parameter, torch.Generator] | None) -> None:
         super().__init__()
         self.generators = generators
-        """Address of a parameter's memory → its generator; None: nothing is drawn."""
+        """Generator of each parameter; None: nothing is drawn."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -604,6 +604,14 @@ class _DrawsForParameters(TorchDispatchMode):
         if name_of(func) in DRAWS and kwargs.get("generator") is None:
             if self.generators is None and isinstance(args[0], nn.Parameter):
                 return args[0]
-            own = (self.generators or {}).get(args[0].untyped_storage().data_ptr())
-            kwargs = {**kwargs, "generator": own} if own is not None else kwargs
+            if (own := self._generator_of(args[0])) is not None:
+                kwargs = {**kwargs, "generator": own}
         return func(*args, **kwargs)
+
+    def _generator_of(self, tensor: Tensor) -> torch.Generator | None:
+        """The generator of the parameter whose memory this is now: `data` may be assigned."""
+        address = tensor.untyped_storage().data_ptr()
+        for parameter, generator in (self.generators or {}).items():
+            if parameter.untyped_storage().data_ptr() == address:
+                return generator
+        return None

@@ -412,6 +412,26 @@ def test_a_reference_has_the_same_deferred_values() -> None:
     assert_equal(build_plain(plan, seed=5), build_whole(plan, seed=5))
 
 
+class Reassigned(nn.Module):
+    """Its parameter's memory is freed, and other tensors are drawn in memory of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("drawn", torch.zeros(8, 64, 64))
+
+    def init_weights(self) -> None:
+        self.linear.reset_parameters()
+        self.linear.weight.data = torch.zeros(64, 64)
+        self.drawn.copy_(torch.stack([torch.randn(64, 64) for _ in range(8)]))
+        init.normal_(self.linear.weight)
+
+
+def test_a_reference_draws_only_a_parameters_values_from_its_generator() -> None:
+    plan = deferred("Reassigned")
+    assert_equal(build_plain(plan, seed=5), build_whole(plan, seed=5))
+
+
 def test_a_reference_of_a_directory_is_loaded_by_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     args = {"dtype": "bfloat16"}
