@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from colotrain.audit.evidence import Evidence, sketches
@@ -198,7 +198,7 @@ def compared_steps(evidence: Evidence) -> list[ComparedStep]:
     return [
         ComparedStep(
             steps=[*steps],
-            details=[*details],
+            details=summed_alike(details),
             usual=usual,
             made_at=made_at,
             held=held,
@@ -207,6 +207,25 @@ def compared_steps(evidence: Evidence) -> list[ComparedStep]:
         )
         for steps, details in both
     ]
+
+
+def summed_alike(details: Sequence[Details]) -> list[Details]:
+    """Return details in which no sum counts as its own mean where others of the step are sums.
+
+    The number of the step's targets may happen to be that of one micro-batch's elements.
+    """
+    kinds = {count[0] for own in details for count in own.counts if count is not None}
+    if not {"none", "summed"} <= kinds:
+        return [*details]
+    found = []
+    for own in details:
+        counts, factors = [*own.counts], [*own.factors]
+        for place, count in enumerate(counts):
+            if count is not None and count[0] == "none" and len(count) > 3:
+                counts[place] = ["summed", *count[1:3]]
+                factors[place] = [*factors[place], count[3]]
+        found.append(replace(own, counts=counts, factors=factors))
+    return found
 
 
 def averages_weights(evidence: Evidence, compared: Sequence[ComparedStep]) -> bool:

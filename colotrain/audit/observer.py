@@ -466,10 +466,7 @@ class Observer:
             hidden=window.hidden,
             unclipped=self.unclipped(optimizer),
             at_rest=self.names_of(at_rest(optimizer)),
-            factors=[
-                [[f.value(), f.site.plain(), f.loss_scale, f.how] for f in each]
-                for each in window.factors
-            ],
+            factors=[[factor.fields() for factor in each] for each in window.factors],
             counts=window.counts,
             inputs=window.inputs,
             peers=self.peers(),

@@ -153,8 +153,9 @@ class Details(EventKind):
     counts: list[Any]
     """One per backward: [reduction, targets, with ignored ones] of its cross-entropy, or None.
 
-    Of what the script sums itself: summed, or none if it divides by that number; own where the loss
-    has such sums among its terms. Targets are then the numbers that are not zero.
+    Of what the script sums itself: summed, or none if it divides by that number, with the factor
+    as in `factors`; own where the loss has such sums among its terms. Targets are then the numbers
+    that are not zero.
     """
     inputs: list[str]
     """Hash of the model's inputs, per forward."""

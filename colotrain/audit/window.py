@@ -77,6 +77,10 @@ class Factor:
             return number
         return 1 / number if number else math.inf
 
+    def fields(self) -> list[Any]:
+        """As in `Details.factors`."""
+        return [self.value(), self.site.plain(), self.loss_scale, self.how]
+
 
 @dataclass(slots=True)
 class Window:
@@ -269,7 +273,8 @@ def _sum_of(factors: list[Factor], num: int, whole: int) -> Origin:
     for place, factor in enumerate(factors):
         value = factor.value()
         if any(size and math.isclose(value, 1 / size, rel_tol=EXACT) for size in (num, whole)):
-            return Origin(factors[:place] + factors[place + 1 :], ["none", num, whole])
+            others = factors[:place] + factors[place + 1 :]
+            return Origin(others, ["none", num, whole, factor.fields()])
     return Origin(factors, ["summed", num, whole])
 
 
@@ -286,7 +291,7 @@ def _together(one: Origin, other: Origin) -> Origin:
     sums = [term.count for term, _ in terms if term.count and term.count[0] != "none"]
     count = next((count for count in whole if count[0] != "none"), None)
     if count is None and sums:
-        count = ["own", *sums[0][1:]]
+        count = ["own", *sums[0][1:3]]
     return Origin(common, count)
 
 

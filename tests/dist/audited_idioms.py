@@ -1043,6 +1043,18 @@ def wrong_by_all_ranks_tokens() -> None:
         optimizer.zero_grad()
 
 
+def by_all_tokens_as_many_as_one_has_elements() -> None:
+    """All tokens of a step are as many as the elements of one padded micro-batch, by chance."""
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for kept, size in ((10, 16), (6, 9)):
+            x, mask = torch.randn(size, 8), (torch.arange(size) < kept)[:, None]
+            (errors(net, (x, x.sum(1, keepdim=True), mask)).sum() / 16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def two_terms_by_all_tokens() -> None:
     """A loss and a regularisation, each a sum over all tokens of the step."""
     net = wrapped(made(8, 16, 1))

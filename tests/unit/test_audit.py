@@ -82,7 +82,8 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 def test_a_sum_that_is_divided_by_its_own_number_is_a_mean() -> None:
     values = torch.tensor([1.0, 0.0, 2.0, 3.0], requires_grad=True)
     of_three = origin_of(noted(noted(summed(values * 1), 3), 2))
-    assert ([f.value() for f in of_three.factors], of_three.count) == ([0.5], ["none", 3, 4])
+    assert [f.value() for f in of_three.factors] == [0.5]
+    assert of_three.count == ["none", 3, 4, [1 / 3, ["a.py:1", ""], False, "divided"]]
     of_seven = origin_of(noted(summed(values * 1), 7))
     assert ([f.by for f in of_seven.factors], of_seven.count) == ([7], ["summed", 3, 4])
 
