@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from colotrain.data.read.loader import BatchLoader, SampleOrder
+from colotrain.data.read.samples import StreamSamples
 from colotrain.engine.comms.agreement import check_alike, check_filled_alike
 from colotrain.engine.step.inputs import open_loaders
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
+from colotrain.generators import seeded
 from colotrain.models.loading import build
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import ModelPlan, RunPlan
@@ -80,7 +84,23 @@ class Rows:
         return {"x": torch.tensor([self.first + index, augmented])}
 
 
-def loader_of(plan: RunPlan, samples: Rows) -> BatchLoader:
+class Stream(IterableDataset[dict[str, Any]]):
+    """A stream that may give each rank samples of its own, as scripts for DDP do."""
+
+    def __init__(self, rank: int, noise: bool = False) -> None:
+        self.rank, self.noise = rank, noise
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = Rows(8, 0.0, self.noise)
+        return (rows[index] for index in range(self.rank, 8, 2 if self.rank else 1))
+
+
+def stream_of(rank: int, noise: bool = False) -> StreamSamples:
+    with seeded(0):  # as a run opens its data
+        return StreamSamples(Stream(rank, noise), lambda: Stream(rank, noise))
+
+
+def loader_of(plan: RunPlan, samples: Rows | StreamSamples) -> BatchLoader:
     return BatchLoader(samples, SampleOrder(len(samples), seed=0, shuffle=False), plan.batch, 0)
 
 
@@ -94,24 +114,26 @@ def differs_here(rank: int, plan: RunPlan) -> None:
     frozen.weight.requires_grad_(rank == 0)
     buffers = nn.BatchNorm1d(2, affine=False)
     buffers.running_mean.fill_(rank)  # type: ignore[union-attr]
-    cases: list[tuple[str, nn.Module, Rows]] = [
+    cases: list[tuple[str, nn.Module, Rows | StreamSamples]] = [
         ("parameter weight is float32", odd, Rows(8, 0.0)),
         (r"parameter weight is float32 \[2, 2\].*, and float32 \[3, 2\]", wider, Rows(8, 0.0)),
         ("parameter weight is .*trained, and .*frozen", frozen, Rows(8, 0.0)),
         ("buffer running_mean is", buffers, Rows(8, 0.0)),
         ("the length of the train data is 8, and 9", same, Rows(8 + rank, 0.0)),
         ("sample 0 of the train data is", same, Rows(8, float(rank))),
+        ("the first sample of the train stream is", same, stream_of(rank)),
     ]
     for says, model, rows in cases:
-        with pytest.raises(ColotrainError, match=f"ranks 0 and 1 built something else: {says}"):
+        with pytest.raises(UsageError, match=f"ranks 0 and 1 built something else: {says}"):
             check_alike(model, {"train": loader_of(plan, rows), "validation": None}, seed=0)
     buffers.register_parameter("later", nn.Parameter(torch.empty(1, device="meta")))
     check_alike(buffers, {}, seed=0)  # init_weights() may still fill them
-    with pytest.raises(ColotrainError, match="something else: buffer running_mean is"):
+    with pytest.raises(UsageError, match="something else: buffer running_mean is"):
         check_filled_alike(buffers)
     for noise in (False, True):  # augmentation is no difference
         random.seed(rank)
-        check_alike(same, {"train": loader_of(plan, Rows(8, 0.0, noise))}, seed=0)
+        for samples in (Rows(8, 0.0, noise), stream_of(0, noise)):
+            check_alike(same, {"train": loader_of(plan, samples)}, seed=0)
     dist.barrier()
 
 

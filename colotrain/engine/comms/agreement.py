@@ -14,15 +14,17 @@ from colotrain import module_tree
 from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.engine.comms import exchange
 from colotrain.engine.comms.raw_bytes import bytes_of
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 from colotrain.generators import seeded
 
 NOT_REPRODUCIBLE = "another at each look"
 """Stands for a sample that differs when one rank reads it twice (random augmentation)."""
+FIRST = "the first sample"
+"""Names what is read of a stream, which may have divided itself among the ranks."""
 
 
 def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, seed: int) -> None:
-    """Raise `ColotrainError` on every rank where ranks differ in what they built.
+    """Raise `UsageError` on every rank where ranks differ in what they built.
 
     All ranks must call. `data` is the loader of each split.
     """
@@ -58,11 +60,14 @@ def _are_equal(own: dict[str, str]) -> bool:
 def _compare(own: dict[str, str]) -> None:
     if _are_equal(own):
         return
-    raise ColotrainError(
-        _difference(exchange.all_gather(own)),
+    difference = _difference(exchange.all_gather(own))
+    fix = (
         "build the same everywhere: draw from the global generators of torch, random or numpy, "
-        "which are seeded, and not from the rank, the time or the host",
+        "which are seeded, and not from the rank, the time or the host"
     )
+    if FIRST in difference:
+        fix += "; yield all samples on every rank, of which it trains on its own"
+    raise UsageError(difference, fix)
 
 
 def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -85,11 +90,12 @@ def _describe_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def describe_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield the number of samples and a description of three of them; a stream is not read."""
+    """Yield the number of samples and a description of three of them; of a stream, of the first."""
     count = len(loader.samples)
-    yield f"the length of the {split} data", str(count)
     if count == sys.maxsize:
+        yield f"{FIRST} of the {split} stream", _describe_sample(loader, 0, seed)
         return
+    yield f"the length of the {split} data", str(count)
     for index in sorted({0, count // 2, count - 1}):
         yield f"sample {index} of the {split} data", _describe_sample(loader, index, seed)
 
