@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import replace
 from importlib import metadata
+from typing import Any
 
 from colotrain import cache_folder
 from colotrain.planner.layout import Layout
@@ -25,10 +26,18 @@ LENGTHS = (
     *("on_nonfinite", "max_rollbacks", "last_batch", "profile", "precision"),
 )
 """Settings under `train` that a peak does not depend on, or that its layout has already."""
-SAMPLES = ("target", "args", "seq_len", "pairs", "masked", "isolate", "marks_padding", "collate")
+SAMPLES = (
+    *("target", "args", "seq_len", "pairs", "masked", "isolate", "packing", "marks_padding"),
+    "collate",
+)
 """Settings under `data` that samples' shapes depend on."""
 RANGE = 0.05
 """Share by which peaks of equal runs differ at most."""
+
+
+def settings_of_samples(data: DataPlan) -> dict[str, Any]:
+    """Return the settings that samples' shapes depend on."""
+    return {name: value for name, value in to_plain(data).items() if name in SAMPLES}
 
 
 def shape_of(
@@ -51,9 +60,8 @@ def shape_of(
     tiers = None if budget is None else (budget.device_bytes, budget.host_bytes)
     order = [(s.phase, s.block, s.events) for s in trace.segments] if trace else None
     settings = {name: value for name, value in to_plain(train).items() if name not in LENGTHS}
-    samples = {name: value for name, value in to_plain(data).items() if name in SAMPLES}
     about = [to_plain(layout), to_plain(survey.parameters), micro_batch, order, tiers]
-    about += [to_plain(mesh), to_plain(model), samples, settings]
+    about += [to_plain(mesh), to_plain(model), settings_of_samples(data), settings]
     if before is not None:
         about.append(to_plain(before.breakdown))
     known = json.dumps([*about, metadata.version("torch")], sort_keys=True)

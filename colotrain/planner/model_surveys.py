@@ -16,6 +16,7 @@ from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies, record_trial
+from colotrain.planner.measured_peaks import settings_of_samples
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
@@ -67,7 +68,7 @@ class ModelSurveys:
                 return TraceResult(trace=None, obstacle=result), dependencies
             return TraceResult(trace=result, obstacle=""), dependencies
 
-        about = freeze, (data.seq_len, data.target, data.args, data.collate)
+        about = freeze, settings_of_samples(data)
         result = cached(TraceResult, model, (*about, *how), compute)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         if result.trace is None:
@@ -77,7 +78,7 @@ class ModelSurveys:
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""
-        about = ("sequence", data.seq_len, data.target, data.args, data.collate)
+        about = "sequence", settings_of_samples(data)
         return self._cached(BlockSequence, about, "sequence", model, data)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
@@ -87,7 +88,7 @@ class ModelSurveys:
         use to forwards without values.
         """
         alone = replace(self, caller=ForkedCaller())
-        about = (data.seq_len, data.target, data.args, data.collate, data.isolate, seed)
+        about = settings_of_samples(data), seed
         try:
             return alone._cached(LossStudy, about, "study_loss", model, data, seed)
         except ConfigError:

@@ -66,6 +66,16 @@ def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -
 DPO, MASKED, DISTILL = (f"train.objective={name}" for name in ("dpo", "masked", "distill"))
 OWN = {"train.loss": None, "train.metrics": None}
 """Functions of the user's, which get a model's outputs as they are."""
+OF_FILES: dict[str, Any] = {
+    "data.format": "auto",
+    "data.columns": {},
+    "data.chat_template": None,
+    "data.loss_on": "answers",
+    "data.packing": "auto",
+    "data.on_bad": "stop",
+    "data.workers": "auto",
+}
+"""Settings that say how samples are made of files."""
 NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
@@ -113,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.tp>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_MATRICES),
     Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
+    *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),
     Rule("train.eval_every=null", "train.stop_early.metric", (None,), fix="set train.eval_every"),
     Rule("checkpoint.every=0", "checkpoint.best.metric", (None,), fix="raise checkpoint.every"),

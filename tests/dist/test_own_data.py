@@ -179,6 +179,25 @@ def test_padded_batches_metrics_schedule_and_early_end_are_those_of_a_plain_loop
     assert patient.json["steps"] == TOTAL
     assert "stopped_early" not in patient.json
 
+    # another metric is not compared with the best loss so far
+    rule = "{metric: certainty, mode: max, patience: 2, min_delta: 0}"
+    words = (*SETTINGS, "name=other", f"checkpoint.resume={middle}", f"train.stop_early={rule}")
+    other = colotrain("run", *words, "--json")
+    assert other.code == 0, other.err
+    assert "train.stop_early compares another metric" in other.err
+    assert other.json["steps"] == end_by_certainty(mine, after=summary["steps"] - 2)
+
+
+def end_by_certainty(mine: dict[str, Any], *, after: int) -> int:
+    """The step after which two evaluations in a row had no higher certainty, from `after` on."""
+    best, waited = 0.0, 0
+    for step, _, _, certainty in plain(mine, min_delta=-1e9)["evaluations"]:
+        if step > after:
+            best, waited = max(best, certainty), 0 if certainty > best else waited + 1
+        if waited == 2:
+            return step
+    return TOTAL
+
 
 def weights(colotrain: Colotrain, name: str) -> dict[str, list[float]]:
     from safetensors.torch import load_file
@@ -248,6 +267,10 @@ def test_what_cannot_be_is_refused_before_the_first_step(
     assert "name one of validation_loss, accuracy, certainty" in text
     text = refused("train.eval_every=0")
     assert "train.stop_early.metric=validation_loss: expected null with train.eval_every=0" in text
+    text = refused("data.isolate=true")
+    assert "data.isolate=true: expected false, or samples with document_ids" in text
+    text = refused("data.packing=whole")
+    assert "data.packing=whole: expected auto with data.target" in text
     text = refused("data.collate=own_data:pad", "data.target=null", "data.corpus=stdlib")
     assert "data.collate=own_data:pad: expected null without data.target" in text
     for axis in ("cp", "tp"):

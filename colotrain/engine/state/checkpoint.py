@@ -24,6 +24,7 @@ from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state import plain_state, sources
 from colotrain.engine.state.index import load, read_index
 from colotrain.engine.state.manifest import (
+    Evaluations,
     Manifest,
     check_batch,
     check_steps,
@@ -192,7 +193,9 @@ def restore(run: Run, path: Path) -> None:
     The optimizer creates state that is not in the checkpoint at a parameter's next update; a model
     parameter that is missing is an error.
     """
-    manifest = read_manifest(path)
+    manifest, is_own = read_manifest(path), path.parent == run.rundir.checkpoints
+    if not is_own:  # the best checkpoint of another run is not among those of this one
+        manifest = replace(manifest, best_step=None, best_value=None)
     check_batch(manifest, path, run.plan.batch.global_batch)
     check_steps(manifest, path, run.plan.train)
     index = read_index(path)
@@ -212,7 +215,7 @@ def restore(run: Run, path: Path) -> None:
         )
     except OSError as error:
         raise ColotrainError(f"{path}: {error}", "see the run's logs") from error
-    if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
+    if is_own:
         run.saver.saved_step = run.step
     if run.rank == 0:
         run.events.write(Resumed(step=run.step, path=str(path)))
@@ -255,7 +258,9 @@ def fill(
 
     All ranks must call. `path` stands in messages.
     """
-    _prepare_optimizer_(run, stored)
+    name = run.plan.optim.name
+    same_optimizer = manifest.plan.get("optim", {}).get("name", name) == name
+    _prepare_optimizer_(run, stored, same_optimizer=same_optimizer)
     wanted = tensors_of(run) | plain_state.as_stored(stored)
     wanted = _without_skipped(run, path, manifest, wanted)
     missing = [
@@ -280,7 +285,6 @@ def fill(
         wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
     load(wanted)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
-    same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
     plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
     if same_ranks:
         prefix = f"rng.{run.rank}"
@@ -322,11 +326,11 @@ def _other_samples(run: Run, manifest: Manifest) -> list[str]:
     ]
 
 
-def _prepare_optimizer_(run: Run, stored: Mapping[str, Any]) -> None:
+def _prepare_optimizer_(run: Run, stored: Mapping[str, Any], *, same_optimizer: bool) -> None:
     """Make state for the parameters whose state is in the checkpoint; drop that of all others.
 
-    Zeros would be wrong for the others, because not every optimizer begins with zeros. If a part of
-    a parameter's state is missing, the checkpoint's is another optimizer's.
+    Zeros would be wrong for the others, because not every optimizer begins with zeros. Another
+    optimizer's state is of no use, even where names are the same, or a part is missing.
     """
     optimizer = run.optimizer
     names = [n.removeprefix(PLAIN) for n in stored]
@@ -337,7 +341,8 @@ def _prepare_optimizer_(run: Run, stored: Mapping[str, Any]) -> None:
     foreign = [
         name
         for name, state in states.items()
-        if any(f"optim.{name}.{key}" not in stored for key in state)
+        if not same_optimizer
+        or any(f"optim.{name}.{key}" not in stored for key in state)
         or any(f"{PLAIN}optim.{name}.{key}" not in stored for key in plain[name])
     ]
     optimizer.forget_state_(foreign)
@@ -370,15 +375,36 @@ def _without_skipped(
     return {name: tensor for name, tensor in wanted.items() if name not in spared}
 
 
+def _restore_evaluations(run: Run, manifest: Manifest) -> None:
+    """Take over the best values so far, if the run compares the same metrics as before."""
+    saved = manifest.plan  # empty in copies of the same launch
+    keep, then = run.plan.checkpoint, saved.get("checkpoint", {})
+    kept_by = then.get("best_metric"), then.get("best_mode")
+    if saved and kept_by != (keep.best_metric, keep.best_mode):
+        _tell_anew(run, "checkpoint.best", manifest.best_value)
+    elif manifest.best_step is not None and manifest.best_value is not None:
+        run.history.best = manifest.best_step, manifest.best_value
+    so_far, rule = manifest.evaluations, run.plan.train.stop_early
+    before = saved.get("train", {}).get("stop_early") or {}
+    if saved and rule and (before.get("metric"), before.get("mode")) != (rule.metric, rule.mode):
+        _tell_anew(run, "train.stop_early", so_far.best)
+        so_far = Evaluations(last_step=so_far.last_step)
+    run.history.evaluations = so_far
+
+
+def _tell_anew(run: Run, key: str, value: float | None) -> None:
+    if run.rank == 0 and value is not None:
+        text = f"{key} compares another metric than in the checkpoint: it starts afresh"
+        run.events.write(Note(step=run.step, text=text))
+
+
 def _restore_progress(run: Run, manifest: Manifest) -> None:
     run.step = manifest.step
     run.optimizer.steps = manifest.optimizer_steps
     run.history.micro_batches = manifest.micro_batches
     run.history.skipped_batches = manifest.skipped_batches
     run.history.rollbacks = max(run.history.rollbacks, manifest.rollbacks)
-    if manifest.best_step is not None and manifest.best_value is not None:
-        run.history.best = manifest.best_step, manifest.best_value
-    run.history.evaluations = manifest.evaluations
+    _restore_evaluations(run, manifest)
     if run.loss_scale.dynamic and manifest.loss_scale is not None:
         run.loss_scale.scale = manifest.loss_scale
         run.loss_scale.clean_steps = manifest.clean_steps

@@ -345,6 +345,10 @@ def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
         samples = open_samples(data, "train")
         refuse_empty(samples)
         stacked = stack([(0, read_sample(samples, 0))], planned_collate(data))
+        if data.isolate and DOCUMENT_IDS not in stacked:
+            expected = f"false, or samples with {DOCUMENT_IDS} (these have {', '.join(stacked)})"
+            fix = f"give {DOCUMENT_IDS} in data.target's samples, or set data.isolate=false"
+            raise ConfigError([Problem(key="data.isolate", value=True, expected=expected, fix=fix)])
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
     shape = (2, data.seq_len) if data.pairs else (data.seq_len,)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
