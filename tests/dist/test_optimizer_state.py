@@ -178,10 +178,11 @@ def test_adafactor_resumes_where_a_rank_holds_no_row(
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["torch.optim:NAdam", "lion"])  # lion's exp_avg is AdamW's, too
 def test_another_optimizers_state_is_not_taken_for_its_own(
-    colotrain: Colotrain, drawn: dict[str, Any]
+    colotrain: Colotrain, drawn: dict[str, Any], name: str
 ) -> None:
     colotrain.run(*OPTIONS, "plugin=zero2", "train.max_steps=2")
-    result = colotrain("resume", "anew", "optim.name=torch.optim:NAdam", "train.max_steps=4")
+    result = colotrain("resume", "anew", f"optim.name={name}", "train.max_steps=4")
     assert result.code == 0, result.err
-    assert "no state of optim.name=torch.optim:NAdam for layers.0.weight (6 in all)" in result.err
+    assert f"no state of optim.name={name} for layers.0.weight (6 in all)" in result.err
