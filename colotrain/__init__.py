@@ -43,9 +43,10 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     Its `status` tells a run that was stopped from one that finished. A run that fails raises
     `ColotrainError` with the first cause; a plan that does not fit raises `DoesNotFit` (unless
     `force`). With `progress`, the run's progress is shown on stderr. Scripts must call this under
-    `if __name__ == "__main__"`, as with everything that starts processes.
+    `if __name__ == "__main__"`, as with everything that starts processes, and in the main thread.
     """
     _refuse_while_imported()
+    _refuse_threads()
     from colotrain.runs.start import run_quietly
 
     return run_quietly(list(overrides), progress=progress, force=force)
@@ -68,6 +69,19 @@ def gradients(model: nn.Module) -> Iterator[GradView]:
     from colotrain.engine.gradients.gradients import read
 
     return read(model)
+
+
+def _refuse_threads() -> None:
+    import threading
+
+    if threading.current_thread() is threading.main_thread():
+        return
+    from colotrain.errors import UsageError
+
+    raise UsageError(
+        "colotrain.run was called in a thread, where no signal can be handled",
+        "call it in the main thread, or start `colotrain run` as a process",
+    )
 
 
 def _refuse_while_imported() -> None:

@@ -396,7 +396,7 @@ def _default_name(settings: Config, plugin: str) -> str:
 def _warnings_of_length(settings: Config, planned: Steps, optim: OptimPlan) -> Iterator[str]:
     """Warnings of settings that a run this short never reaches."""
     steps, warmup = planned.max_steps, planned.warmup_steps
-    if warmup >= steps:
+    if warmup > steps:
         ratio = settings.optim.schedule.warmup_ratio
         said = f"warmup_steps={warmup}" if ratio is None else f"warmup_ratio={ratio:g}"
         yield (

@@ -178,6 +178,18 @@ def test_adafactor_resumes_where_a_rank_holds_no_row(
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
 
 
+def test_parameters_that_the_model_lacks_are_refused(
+    colotrain: Colotrain, drawn: dict[str, Any]
+) -> None:
+    adapter = ("adapter.name=lora", "adapter.targets=[layers.0]")
+    colotrain.run(*OPTIONS, *adapter, "plugin=zero3", "train.max_steps=2")
+    result = colotrain(
+        "resume", "anew", "adapter.name=null", "adapter.targets=[]", "train.max_steps=4"
+    )
+    assert result.code == 2, result.err
+    assert "which the model lacks (2 in all)" in result.err
+
+
 @pytest.mark.parametrize("name", ["torch.optim:NAdam", "lion"])  # lion's exp_avg is AdamW's, too
 def test_another_optimizers_state_is_not_taken_for_its_own(
     colotrain: Colotrain, drawn: dict[str, Any], name: str

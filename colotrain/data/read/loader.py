@@ -331,11 +331,14 @@ def _tensors(index: int, sample: Any) -> dict[str, Tensor]:
     if not isinstance(sample, Mapping) or not sample:
         expected = f"samples that are dicts of tensors (sample {index} is {type(sample).__name__})"
         raise _wrong(expected, 'return {"input_ids": ..., "labels": ...} from the dataset')
-    try:
-        return {str(name): torch.as_tensor(value) for name, value in sample.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        expected = f"samples that are dicts of tensors (sample {index}: {error})"
-        raise _wrong(expected, "return tensors from the dataset") from error
+    found = {}
+    for name, value in sample.items():
+        try:
+            found[str(name)] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            got = f"{name} of sample {index} is {type(value).__name__}: {error}"
+            raise _wrong(f"samples that are dicts of tensors ({got})", "return tensors") from error
+    return found
 
 
 def _show(shapes: Mapping[str, torch.Size]) -> str:

@@ -82,7 +82,7 @@ def _make_custom(plan: OptimPlan, groups: list[dict[str, Any]]) -> torch.optim.O
     try:
         made = target(groups, lr=plan.lr, **plan.args)
     except (TypeError, ValueError) as error:
-        fix = "correct optim.args"
+        fix = "correct optim.args, or name another optimizer"
         expected = f"arguments that {plan.name} takes ({error})"
         problem = Problem(key="optim.args", value=plan.args, expected=expected, fix=fix)
         raise ConfigError([problem]) from error

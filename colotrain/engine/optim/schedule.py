@@ -66,6 +66,7 @@ def rate_warning(plan: RunPlan, then: Mapping[str, Any], step: int) -> str | Non
     if math.isclose(old, new, rel_tol=1e-6) or math.isclose(old, following, rel_tol=1e-6):
         return None
     changed = {
+        "optim.lr": (optim.lr, plan.optim.lr),
         "train.max_steps": (max_steps, plan.train.max_steps),
         "optim.schedule.name": (optim.schedule, plan.optim.schedule),
         "optim.schedule.min_lr_ratio": (optim.final_ratio, plan.optim.final_ratio),

@@ -262,6 +262,7 @@ def fill(
     same_optimizer = manifest.plan.get("optim", {}).get("name", name) == name
     _prepare_optimizer_(run, stored, same_optimizer=same_optimizer)
     wanted = tensors_of(run) | plain_state.as_stored(stored)
+    _check_known(run, path, stored, wanted)
     wanted = _without_skipped(run, path, manifest, wanted)
     missing = [
         name.removeprefix(PLAIN).removeprefix("model.")
@@ -319,6 +320,8 @@ def _other_samples(run: Run, manifest: Manifest) -> list[str]:
     """Return settings that decide the order of samples and differ from the checkpoint's."""
     now, then = to_plain(run.plan), manifest.plan
     keys = [("train", "seed"), *(("data", key) for key in (*now["data"], *then.get("data", {})))]
+    if manifest.step * manifest.global_batch > len(run.train_data.samples):
+        keys.append(("train", "last_batch"))  # the end of an epoch was passed
     return [
         f"{section}.{key}"
         for section, key in dict.fromkeys(keys)
@@ -360,6 +363,20 @@ def began_with(run: Run) -> dict[str, Any]:
     files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
     seed = None if model.hf else run.plan.train.seed
     return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
+
+
+def _check_known(
+    run: Run, path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor]
+) -> None:
+    """Refuse a checkpoint with parameters or buffers that the model lacks; stages have others'."""
+    known = {f"model.{name}" for name in run.sharded.parts} | wanted.keys()
+    lacked = [name for name in stored if name.startswith("model.") and name not in known]
+    if lacked:
+        name = lacked[0].removeprefix("model.")
+        raise UsageError(
+            f"{path}: holds {name}, which the model lacks ({len(lacked)} in all)",
+            "resume with the model that the checkpoint was made from",
+        )
 
 
 def _without_skipped(
