@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+import colotrain
 from colotrain.engine.comms import process
 from colotrain.engine.model import block_reasons
 from colotrain.engine.sharding import grouping
+from colotrain.errors import UsageError
 from colotrain.forked import in_fork
 from colotrain.launch.server import forkserver
 from colotrain.models.llm import LLM
@@ -361,3 +363,14 @@ def test_a_child_that_ends_or_is_ended_is_no_request_to_stop_its_rank() -> None:
     command = [sys.executable, "-c", LISTENS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n") == ["-15 None", "SIGUSR1", ""], done.stderr
+
+
+def test_a_run_in_a_thread_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        error = threads.submit(colotrain.run, ["recipe=llm-tiny"]).exception()
+    assert isinstance(error, UsageError)
+    assert "main thread" in str(error)
+    assert not any(tmp_path.iterdir())
