@@ -42,9 +42,9 @@ class Modes:
 
     def count(self, root: nn.Module) -> None:
         """Note before a forward how many batches the frozen BatchNorms counted."""
-        if id(root) not in self.counts:
-            found = (module for _, module in _frozen_norms(root))
-            self.counts[id(root)] = {norm: _batches(norm) for norm in found}
+        known = self.counts.setdefault(id(root), {})
+        for _, norm in _frozen_norms(root):  # none in evaluations, which may come first
+            known.setdefault(norm, _batches(norm))
 
     def moving(self, roots: Iterable[nn.Module]) -> list[str]:
         """Return the frozen BatchNorms whose running statistics moved since `count`."""

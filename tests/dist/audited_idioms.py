@@ -1261,6 +1261,22 @@ def wrong_still_in_eval_mode() -> None:
             net.train()
 
 
+def wrong_frozen_norm_between_evaluations() -> None:
+    """A frozen body is back in train mode after each evaluation, and its statistics move."""
+    net = Noisy()
+    for parameter in net.body.parameters():
+        parameter.requires_grad_(False)
+    optimizer = SGD(net.head.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        net.eval()
+        with torch.no_grad():
+            error(net)
+        net.train()
+        error(net).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def eval_mode_without_dropout() -> None:
     trained(made(8, 16, 1).eval())
 

@@ -81,6 +81,7 @@ WRONG = {
     "wrong_stack_of_terms": ("accumulation", "wrong", "a step is the sum of 3"),
     "wrong_frozen_by_hand": ("frozen", "cannot tell", "changes 0.0.bias between"),
     "wrong_frozen_decays": ("frozen", "wrong", "0.0.bias"),
+    "wrong_frozen_norm_between_evaluations": ("frozen", "wrong", "frozen BatchNorms move"),
     "wrong_frozen_statistics": ("frozen", "wrong", "running statistics of frozen BatchNorms move"),
     "wrong_gan_never_steps": ("parameters", "wrong", "never change: Sequential.0.0.bias"),
     "wrong_lbfgs_old_copy": ("parameters", "wrong", "4 parameters of another model"),

@@ -14,7 +14,8 @@ from torch import nn
 
 from colotrain.engine.comms.raw_bytes import bytes_of
 from colotrain.engine.parts.part_map import PartMap
-from colotrain.engine.state import checkpoint, index
+from colotrain.engine.state import index
+from colotrain.engine.state.other_settings import other_samples
 from colotrain.engine.state.pieces import model_state
 from colotrain.errors import ColotrainError
 from colotrain.records import to_plain
@@ -65,15 +66,18 @@ def test_an_index_that_is_no_document_of_bounded_size_is_not_read(
 
 def test_another_order_of_samples_is_announced() -> None:
     plan = plan_from(["recipe=llm-tiny", "cluster.procs_per_node=1"])
-    manifest: Any = SimpleNamespace(plan=to_plain(plan))
-    assert checkpoint._other_samples(SimpleNamespace(plan=plan), manifest) == []  # type: ignore[arg-type]
+    manifest: Any = SimpleNamespace(plan=to_plain(plan), step=4, global_batch=8)
+    data = SimpleNamespace(samples=range(40))
+    assert other_samples(SimpleNamespace(plan=plan, train_data=data), manifest) == []  # type: ignore[arg-type]
     other = replace(
         plan,
-        train=replace(plan.train, seed=plan.train.seed + 1),
+        train=replace(plan.train, seed=plan.train.seed + 1, last_batch="drop"),
         data=replace(plan.data, shuffle=not plan.data.shuffle, workers=3),
     )
-    found = checkpoint._other_samples(SimpleNamespace(plan=other), manifest)  # type: ignore[arg-type]
-    assert found == ["train.seed", "data.shuffle"]
+    run: Any = SimpleNamespace(plan=other, train_data=data)
+    assert other_samples(run, manifest) == ["train.seed", "data.shuffle"]
+    manifest.step = 6  # in the second epoch, which begins elsewhere
+    assert other_samples(run, manifest) == ["train.seed", "data.shuffle", "train.last_batch"]
 
 
 class Held:

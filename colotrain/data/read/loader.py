@@ -84,7 +84,8 @@ def planned_order(
         raise ConfigError([too_few(len(samples), whole)])
     if split == "train" and plan.data.sampler is not None:
         refuse_empty(samples)
-        weights = sample_weights(samples, plan.data.sampler)
+        with generators.seeded(plan.train.seed):
+            weights = sample_weights(samples, plan.data.sampler)
         return WeightedOrder(SampleOrder(len(samples), plan.train.seed, False, whole), weights)
     return order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle, whole=whole)
 

@@ -19,6 +19,8 @@ from colotrain.generators import seeded
 
 NOT_REPRODUCIBLE = "another at each look"
 """Stands for a sample that differs when one rank reads it twice (random augmentation)."""
+MOST_POSITIONS = 256
+"""Positions in the order of the samples that are compared."""
 FIRST = "the first sample"
 """Names what is read of a stream, which may have divided itself among the ranks."""
 
@@ -90,12 +92,14 @@ def _describe_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def describe_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield the number of samples and a description of three of them; of a stream, of the first."""
+    """Yield the number of samples, their order and three of them; of a stream, the first sample."""
     count = len(loader.samples)
     if count == sys.maxsize:
         yield f"{FIRST} of the {split} stream", _describe_sample(loader, 0, seed)
         return
     yield f"the length of the {split} data", str(count)
+    first = loader.order.samples_at(range(min(count, MOST_POSITIONS)))
+    yield f"the order of the {split} data", xxhash.xxh3_64_hexdigest(repr(first).encode())
     for index in sorted({0, count // 2, count - 1}):
         yield f"sample {index} of the {split} data", _describe_sample(loader, index, seed)
 

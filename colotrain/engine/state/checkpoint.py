@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -24,11 +24,18 @@ from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state import plain_state, sources
 from colotrain.engine.state.index import load, read_index
 from colotrain.engine.state.manifest import (
-    Evaluations,
     Manifest,
     check_batch,
     check_steps,
     read_manifest,
+)
+from colotrain.engine.state.other_settings import (
+    begun_from,
+    buffers_of_others,
+    check_known,
+    has_same_ranks,
+    other_samples,
+    restore_evaluations,
 )
 from colotrain.engine.state.pieces import (
     buffers_of,
@@ -47,11 +54,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
-from colotrain.spec.axes import SAMPLES
 from colotrain.spec.phases import Phase
-
-HOW_IT_IS_READ = ("workers", "num_workers")
-"""Settings of the data on which no sample depends."""
 
 
 def save(run: Run) -> None:
@@ -194,14 +197,14 @@ def restore(run: Run, path: Path) -> None:
     parameter that is missing is an error.
     """
     manifest, is_own = read_manifest(path), path.parent == run.rundir.checkpoints
-    if not is_own:  # the best checkpoint of another run is not among those of this one
-        manifest = replace(manifest, best_step=None, best_value=None)
+    if not is_own:
+        manifest = begun_from(run, manifest)
     check_batch(manifest, path, run.plan.batch.global_batch)
     check_steps(manifest, path, run.plan.train)
     index = read_index(path)
     if run.rank == 0:
-        told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
-        told += _buffers_of_others(run, manifest, index)
+        told = [*sources.warnings_of(run, manifest, other_samples(run, manifest))]
+        told += buffers_of_others(run, manifest, index)
         rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
         for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
@@ -262,7 +265,7 @@ def fill(
     same_optimizer = manifest.plan.get("optim", {}).get("name", name) == name
     _prepare_optimizer_(run, stored, same_optimizer=same_optimizer)
     wanted = tensors_of(run) | plain_state.as_stored(stored)
-    _check_known(run, path, stored, wanted)
+    check_known(run, path, stored, wanted)
     wanted = _without_skipped(run, path, manifest, wanted)
     missing = [
         name.removeprefix(PLAIN).removeprefix("model.")
@@ -278,7 +281,7 @@ def fill(
         name.removeprefix("model.") for name in stored if name.startswith("model.")
     }
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
-    base, same_ranks = {}, _has_same_ranks(run, manifest)
+    base, same_ranks = {}, has_same_ranks(run, manifest)
     if same_ranks:
         own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
         base = {own_: name for name, own_ in own.items()}
@@ -292,41 +295,6 @@ def fill(
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
     _restore_progress(run, manifest)
-
-
-def _has_same_ranks(run: Run, manifest: Manifest) -> bool:
-    """Whether the checkpoint has the same world size and the same sizes of pp, cp and tp.
-
-    Only then does each rank restore its own random generators and buffers. Otherwise generators
-    start from the seed again, and buffers that differed have the first rank's values.
-    """
-    then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
-    alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in SAMPLES)
-    return alike and manifest.world_size == dist.get_world_size()
-
-
-def _buffers_of_others(run: Run, manifest: Manifest, stored: Mapping[str, Any]) -> Iterator[str]:
-    """Say which buffers, different on the ranks that saved them, all have from the first rank."""
-    differing = {n.split(".", 2)[2] for n in stored if n.startswith("rank.")}
-    if differing and not _has_same_ranks(run, manifest):
-        names = sorted(n.removeprefix(PLAIN).removeprefix("model.") for n in differing)
-        yield (
-            f"was saved by ranks of another mesh, whose buffers differed: {names[0]} "
-            f"({len(names)} in all) begin with those of the first rank"
-        )
-
-
-def _other_samples(run: Run, manifest: Manifest) -> list[str]:
-    """Return settings that decide the order of samples and differ from the checkpoint's."""
-    now, then = to_plain(run.plan), manifest.plan
-    keys = [("train", "seed"), *(("data", key) for key in (*now["data"], *then.get("data", {})))]
-    if manifest.step * manifest.global_batch > len(run.train_data.samples):
-        keys.append(("train", "last_batch"))  # the end of an epoch was passed
-    return [
-        f"{section}.{key}"
-        for section, key in dict.fromkeys(keys)
-        if key not in HOW_IT_IS_READ and now[section].get(key) != then.get(section, {}).get(key)
-    ]
 
 
 def _prepare_optimizer_(run: Run, stored: Mapping[str, Any], *, same_optimizer: bool) -> None:
@@ -365,20 +333,6 @@ def began_with(run: Run) -> dict[str, Any]:
     return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
 
 
-def _check_known(
-    run: Run, path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor]
-) -> None:
-    """Refuse a checkpoint with parameters or buffers that the model lacks; stages have others'."""
-    known = {f"model.{name}" for name in run.sharded.parts} | wanted.keys()
-    lacked = [name for name in stored if name.startswith("model.") and name not in known]
-    if lacked:
-        name = lacked[0].removeprefix("model.")
-        raise UsageError(
-            f"{path}: holds {name}, which the model lacks ({len(lacked)} in all)",
-            "resume with the model that the checkpoint was made from",
-        )
-
-
 def _without_skipped(
     run: Run, path: Path, manifest: Manifest, wanted: dict[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -392,36 +346,13 @@ def _without_skipped(
     return {name: tensor for name, tensor in wanted.items() if name not in spared}
 
 
-def _restore_evaluations(run: Run, manifest: Manifest) -> None:
-    """Take over the best values so far, if the run compares the same metrics as before."""
-    saved = manifest.plan  # empty in copies of the same launch
-    keep, then = run.plan.checkpoint, saved.get("checkpoint", {})
-    kept_by = then.get("best_metric"), then.get("best_mode")
-    if saved and kept_by != (keep.best_metric, keep.best_mode):
-        _tell_anew(run, "checkpoint.best", manifest.best_value)
-    elif manifest.best_step is not None and manifest.best_value is not None:
-        run.history.best = manifest.best_step, manifest.best_value
-    so_far, rule = manifest.evaluations, run.plan.train.stop_early
-    before = saved.get("train", {}).get("stop_early") or {}
-    if saved and rule and (before.get("metric"), before.get("mode")) != (rule.metric, rule.mode):
-        _tell_anew(run, "train.stop_early", so_far.best)
-        so_far = Evaluations(last_step=so_far.last_step)
-    run.history.evaluations = so_far
-
-
-def _tell_anew(run: Run, key: str, value: float | None) -> None:
-    if run.rank == 0 and value is not None:
-        text = f"{key} compares another metric than in the checkpoint: it starts afresh"
-        run.events.write(Note(step=run.step, text=text))
-
-
 def _restore_progress(run: Run, manifest: Manifest) -> None:
     run.step = manifest.step
     run.optimizer.steps = manifest.optimizer_steps
     run.history.micro_batches = manifest.micro_batches
     run.history.skipped_batches = manifest.skipped_batches
     run.history.rollbacks = max(run.history.rollbacks, manifest.rollbacks)
-    _restore_evaluations(run, manifest)
+    restore_evaluations(run, manifest)
     if run.loss_scale.dynamic and manifest.loss_scale is not None:
         run.loss_scale.scale = manifest.loss_scale
         run.loss_scale.clean_steps = manifest.clean_steps
