@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from colotrain.data.read.loader import BatchLoader, SampleOrder
 from colotrain.data.read.samples import StreamSamples
+from colotrain.data.read.weighted import WeightedOrder
 from colotrain.engine.comms.agreement import check_alike, check_filled_alike
 from colotrain.engine.step.inputs import open_loaders
 from colotrain.errors import UsageError
@@ -102,6 +103,19 @@ def stream_of(rank: int, noise: bool = False) -> StreamSamples:
 
 def loader_of(plan: RunPlan, samples: Rows | StreamSamples) -> BatchLoader:
     return BatchLoader(samples, SampleOrder(len(samples), seed=0, shuffle=False), plan.batch, 0)
+
+
+def refuses_another_order(rank: int, plan: RunPlan) -> None:
+    """As of weights that `data.sampler` draws on each rank."""
+    order = WeightedOrder(SampleOrder(8, 0, False, 1), np.arange(1.0, 9.0) + rank)
+    loader = BatchLoader(Rows(8, 0.0), order, plan.batch, 0)
+    with pytest.raises(UsageError, match="the order of the train data is"):
+        check_alike(nn.Linear(2, 2, device="meta"), {"train": loader}, seed=0)
+    dist.barrier()
+
+
+def test_ranks_with_different_orders_of_samples_are_refused() -> None:
+    run(refuses_another_order, 2, plan_of_data(2))
 
 
 def differs_here(rank: int, plan: RunPlan) -> None:

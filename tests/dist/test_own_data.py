@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from colotrain.engine.state.manifest import read_manifest
 from tests.running import Colotrain, losses
 
 PROGRAM = """
@@ -179,12 +180,22 @@ def test_padded_batches_metrics_schedule_and_early_end_are_those_of_a_plain_loop
     assert patient.json["steps"] == TOTAL
     assert "stopped_early" not in patient.json
 
+    # a run that begins from one that was stopped early trains
+    ended = middle.with_name(f"step-{summary['steps']:08d}")
+    words = (*SETTINGS, "name=branch", f"checkpoint.resume={ended}", "checkpoint.best.mode=max")
+    branch = colotrain("run", *words, "checkpoint.best.metric=accuracy", "--json")
+    assert branch.code == 0, branch.err
+    assert "train.stop_early counts afresh" in branch.err
+    assert branch.json["steps"] > summary["steps"]
+    last = colotrain.rundir("branch").checkpoints / f"step-{branch.json['steps']:08d}"
+    assert summary["steps"] < (read_manifest(last).best_step or 0)  # of its own evaluations
+
     # another metric is not compared with the best loss so far
     rule = "{metric: certainty, mode: max, patience: 2, min_delta: 0}"
     words = (*SETTINGS, "name=other", f"checkpoint.resume={middle}", f"train.stop_early={rule}")
     other = colotrain("run", *words, "--json")
     assert other.code == 0, other.err
-    assert "train.stop_early compares another metric" in other.err
+    assert "train.stop_early starts afresh: the checkpoint was made with another" in other.err
     assert other.json["steps"] == end_by_certainty(mine, after=summary["steps"] - 2)
 
 

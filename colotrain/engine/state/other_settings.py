@@ -18,7 +18,12 @@ from colotrain.events.kinds import Note
 from colotrain.records import to_plain
 from colotrain.spec.axes import SAMPLES
 
-AFRESH = "compares another metric than in the checkpoint: it starts afresh"
+AFRESH = "starts afresh: the checkpoint was made with another"
+EVALUATED = (
+    *("train.eval_steps", "train.metrics", "train.loss", "data.target", "data.args"),
+    *("data.seq_len", "data.validation_fraction"),
+)
+"""Settings, beside a metric's, without which an evaluation's values are not comparable."""
 HOW_IT_IS_READ = ("workers", "num_workers")
 """Settings of the data on which no sample depends."""
 
@@ -37,22 +42,31 @@ def begun_from(run: Run, manifest: Manifest) -> Manifest:
 
 
 def restore_evaluations(run: Run, manifest: Manifest) -> None:
-    """Take over the best values so far, if the run compares the same metrics as before."""
-    saved, keep = manifest.plan, run.plan.checkpoint
-    then = saved.get("checkpoint", {})
-    kept_by = then.get("best_metric"), then.get("best_mode")
-    if saved and kept_by != (keep.best_metric, keep.best_mode):
-        if manifest.best_value is not None:
-            _tell(run, f"checkpoint.best {AFRESH}")
-    elif manifest.best_step is not None and manifest.best_value is not None:
-        run.history.best = manifest.best_step, manifest.best_value
-    so_far, rule = manifest.evaluations, run.plan.train.stop_early
-    before = saved.get("train", {}).get("stop_early") or {}
-    if saved and rule and (before.get("metric"), before.get("mode")) != (rule.metric, rule.mode):
+    """Take over the best values so far, where the run compares the same values as before."""
+    best, so_far = (manifest.best_step, manifest.best_value), manifest.evaluations
+    if changed := _changed(run, manifest, "checkpoint.best_metric", "checkpoint.best_mode"):
+        if best[1] is not None:
+            _tell(run, f"checkpoint.best {AFRESH} {changed}")
+    elif best[0] is not None and best[1] is not None:
+        run.history.best = best[0], best[1]
+    early = "train.stop_early.metric", "train.stop_early.mode"
+    if run.plan.train.stop_early and (changed := _changed(run, manifest, *early)):
         if so_far.best is not None:
-            _tell(run, f"train.stop_early {AFRESH}")
+            _tell(run, f"train.stop_early {AFRESH} {changed}")
         so_far = Evaluations(last_step=so_far.last_step)
     run.history.evaluations = so_far
+
+
+def _changed(run: Run, manifest: Manifest, *keys: str) -> str:
+    """Return the settings that decide an evaluation's values and differ from the checkpoint's."""
+    now, then = to_plain(run.plan), manifest.plan
+    return ", ".join(k for k in (*keys, *EVALUATED) if then and _at(now, k) != _at(then, k))
+
+
+def _at(plan: Any, key: str) -> Any:
+    for part in key.split("."):
+        plan = plan.get(part) if isinstance(plan, dict) else None
+    return plan
 
 
 def buffers_of_others(run: Run, manifest: Manifest, stored: Mapping[str, Any]) -> Iterator[str]:
