@@ -397,10 +397,8 @@ def _warnings_of_length(settings: Config, planned: Steps, optim: OptimPlan) -> I
     """Warnings of settings that a run this short never reaches."""
     steps, warmup = planned.max_steps, planned.warmup_steps
     if warmup > steps:
-        ratio = settings.optim.schedule.warmup_ratio
-        said = f"warmup_steps={warmup}" if ratio is None else f"warmup_ratio={ratio:g}"
         yield (
-            f"optim.schedule.{said}: the run ends after {steps} steps, "
+            f"optim.schedule.warmup_steps={warmup}: the run ends after {steps} steps, "
             "before the learning rate reaches its peak"
         )
     decay = optim.num_decay_steps(steps)

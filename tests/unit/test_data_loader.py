@@ -193,7 +193,7 @@ def test_arrays_and_numbers_become_tensors() -> None:
     [
         ({"x": torch.zeros(5)}, r"sample 1 is x\[5\], sample 0 is x\[2\]"),
         ({"y": torch.zeros(2)}, r"sample 1 is y\[2\]"),
-        ({"x": "text"}, "sample 1: "),
+        ({"x": "text"}, "x of sample 1 is str: "),
         (torch.zeros(2), "sample 1 is Tensor"),
         ({}, "sample 1 is dict"),
     ],

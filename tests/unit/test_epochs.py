@@ -161,11 +161,6 @@ def test_all_samples_of_a_stream_are_refused() -> None:
     assert planned(640, BEST, held=sys.maxsize).train.num_validation == sys.maxsize
 
 
-def test_a_warm_up_that_never_ends_is_told_by_the_key_that_was_set() -> None:
-    plan = planned(640, ("train.epochs", 1), ("optim.schedule.warmup_ratio", 1.0))
-    assert any(text.startswith("optim.schedule.warmup_ratio=1: ") for text in plan.warnings)
-
-
 def test_what_is_every_fraction_of_an_epoch_does_not_drift() -> None:
     for _ in range(200):
         every = Fraction(random.randint(10, 400), random.randint(1, 10))
