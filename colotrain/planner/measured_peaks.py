@@ -26,10 +26,7 @@ LENGTHS = (
     *("on_nonfinite", "max_rollbacks", "last_batch", "profile", "precision"),
 )
 """Settings under `train` that a peak does not depend on, or that its layout has already."""
-SAMPLES = (
-    *("target", "args", "seq_len", "pairs", "masked", "isolate", "packing", "marks_padding"),
-    "collate",
-)
+SAMPLES = ("target", "args", "seq_len", "pairs", "masked", "isolate", "marks_padding", "collate")
 """Settings under `data` that samples' shapes depend on."""
 RANGE = 0.05
 """Share by which peaks of equal runs differ at most."""

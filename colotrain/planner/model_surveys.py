@@ -68,7 +68,7 @@ class ModelSurveys:
                 return TraceResult(trace=None, obstacle=result), dependencies
             return TraceResult(trace=result, obstacle=""), dependencies
 
-        about = freeze, settings_of_samples(data)
+        about = freeze, settings_of_samples(data), data.packing
         result = cached(TraceResult, model, (*about, *how), compute)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         if result.trace is None:
@@ -78,7 +78,7 @@ class ModelSurveys:
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""
-        about = "sequence", settings_of_samples(data)
+        about = "sequence", settings_of_samples(data), data.packing
         return self._cached(BlockSequence, about, "sequence", model, data)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
@@ -88,7 +88,7 @@ class ModelSurveys:
         use to forwards without values.
         """
         alone = replace(self, caller=ForkedCaller())
-        about = settings_of_samples(data), seed
+        about = settings_of_samples(data), data.packing, seed
         try:
             return alone._cached(LossStudy, about, "study_loss", model, data, seed)
         except ConfigError:
