@@ -27,6 +27,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import connection, forkserver, resource_tracker
@@ -253,6 +254,14 @@ def rehearse() -> None:
     assert threading.active_count() == 1, "a fork would lack its threads"
 
 
+def keep_libraries() -> None:
+    """Let forks end without undoing torch's libraries one by one, a fifth of a second each time."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        known = finalizer.peek()
+        if known is not None and known[1].__module__ == "torch.library":
+            finalizer.detach()
+
+
 def main(fd: str, servers: str, *modules: str) -> None:
     beside = _python_path()
     python_path = [path for path in sys.path[1:] if path not in beside]
@@ -264,6 +273,7 @@ def main(fd: str, servers: str, *modules: str) -> None:
     if servers:
         rehearse()
         take_workers_from(servers)
+    keep_libraries()
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(fd)) as listener:

@@ -36,19 +36,25 @@ def cached(
     model: ModelPlan,
     about: tuple[Any, ...],
     compute: Callable[[], tuple[T, Dependencies | None]],
+    *,
+    runs_users_code: bool = True,
 ) -> T:
     """The result of `compute()`, or an earlier one if nothing that it depended on has changed.
 
-    `compute` returns the result and its dependencies; with None the result is not cached.
+    `compute` returns the result and its dependencies; with None the result is not cached. Where it
+    runs no code of the user's there are none, and the result is that of every folder.
     """
     modules = (SURVEY_MODULE, model.target.partition(":")[0])
-    known = [cls.__name__, to_plain(model), to_plain(about), os.getcwd(), *_version(modules)]
+    where = os.getcwd() if runs_users_code else ""
+    known = [cls.__name__, to_plain(model), to_plain(about), where, *_version(modules)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
     with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
         document = cache_folder.read("estimates", f"{digest}.json")
         if from_plain(Dependencies, document["dependencies"]).are_unchanged():
             return from_plain(cls, document["found"])
     found, dependencies = compute()
+    if not runs_users_code:
+        dependencies = Dependencies()
     if dependencies is not None:
         document = {"dependencies": to_plain(dependencies), "found": to_plain(found)}
         cache_folder.write("estimates", f"{digest}.json", json.dumps(document))

@@ -8,7 +8,7 @@ is the largest sum of live tensors; `allocations` adds the freed memory that mal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from colotrain.planner.allocations import RANGE, AllocationCounter
@@ -16,6 +16,7 @@ from colotrain.planner.gpu_margin import gpu_margin_bytes, workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
 from colotrain.planner.model_states import Transient, model_state_bytes
+from colotrain.planner.stretches import Stretch, divide
 from colotrain.spec.cpu_memory import (
     LARGEST_BUFFER_BYTES,
     MOST_WRITTEN_BYTES,
@@ -23,7 +24,7 @@ from colotrain.spec.cpu_memory import (
     WINDOW_BYTES,
 )
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.survey import Segment, Survey, Trace
+from colotrain.spec.survey import Survey, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +128,10 @@ class _StepSimulation:
         """Group → gradients of a single rank, which became the sharded ones."""
         self.pending_reduction: tuple[Group, list[object]] | None = None
         """Group whose gradients are summed after the next group's (shared memory)."""
-        self.forward = [s for s in trace.segments if s.phase == "forward"]
-        self.backward = [s for s in trace.segments if s.phase == "backward"]
+        ordered = sorted(trace.segments, key=lambda segment: segment.phase == "backward")
+        each = list(zip(ordered, divide(ordered, trace, on_cpu=allocations.on_cpu), strict=True))
+        self.forward = [(s, parts) for s, parts in each if s.phase == "forward"]
+        self.backward = [(s, parts) for s, parts in each if s.phase == "backward"]
         self.count = 0
 
     def run(self) -> None:
@@ -205,13 +208,13 @@ class _StepSimulation:
         self.allocations.begin("inputs", "activations", self.trace.input_bytes)
         self._fetch(self.root)
         self._arrive(self.root)
-        for index, segment in enumerate(self.forward):
+        for index, (segment, parts) in enumerate(self.forward):
             group = self.of_block.get(segment.block)
             if group is not None and group.name not in self.gathered:
                 self._fetch(group)
                 self._arrive(group, frees=False)
-            self._play(segment)
-            rest = {s.block for s in self.forward[index + 1 :]}
+            self._play(parts, in_backward=False)
+            rest = {s.block for s, _ in self.forward[index + 1 :]}
             if group is not None and not group.stays and not rest & set(group.blocks):
                 self._free(group)
         for name in self.groups:
@@ -219,20 +222,15 @@ class _StepSimulation:
         self._backward(last=last)
         self.allocations.end("inputs")
 
-    def _play(self, segment: Segment) -> None:
+    def _play(self, parts: Iterable[Stretch | int], *, in_backward: bool) -> None:
         """Allocate and free what autograd and the model's own code do in a segment."""
-        allocations, gradients = self.allocations, self.trace.gradients
-        allocations.in_backward = segment.phase == "backward"
-        for event in segment.events:
-            number = event if event >= 0 else -1 - event
-            owner = gradients.get(number)
-            if event < 0:
-                if owner is None:
-                    allocations.end(number)
-            elif owner is None:
-                allocations.begin(number, "activations", self.sizes[number])
+        allocations, owners = self.allocations, self.trace.gradients
+        allocations.in_backward = in_backward
+        for part in parts:
+            if isinstance(part, int):
+                self._gradient(part, self.of_block.get(owners[part], self.root))
             else:
-                self._gradient(number, self.of_block.get(owner, self.root))
+                allocations.replay(part, "activations")
         allocations.in_backward = False
 
     def _gradient(self, number: int, group: Group) -> None:
@@ -292,14 +290,14 @@ class _StepSimulation:
         self.gathered.discard(group.name)
 
     def _backward(self, *, last: bool) -> None:
-        blocks = [s.block for s in self.backward if s.block in self.of_block]
+        blocks = [s.block for s, _ in self.backward if s.block in self.of_block]
         order = [self.groups[n] for n in dict.fromkeys(self.of_block[b].name for b in blocks)]
         ahead = fetched_ahead(self.groups, self.trace)
         order += [self.groups[ahead]] if ahead else []
         late: list[Group] = []
         for group in order[:1]:
             self._fetch(group)
-        for index, segment in enumerate(self.backward):
+        for index, (segment, parts) in enumerate(self.backward):
             found = self.of_block.get(segment.block)
             if found is not None and found.name not in self.gathered:
                 self._arrive(found)
@@ -308,8 +306,8 @@ class _StepSimulation:
                 for group in order[at + 1 : at + 2]:
                     if ("received", group.name) not in self.allocations.alive:
                         self._fetch(group)
-            self._play(segment)
-            rest = {s.block for s in self.backward[index + 1 :]}
+            self._play(parts, in_backward=True)
+            rest = {s.block for s, _ in self.backward[index + 1 :]}
             if found is None or rest & set(found.blocks):
                 continue
             if segment.reduced:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from colotrain.data.prepare.prepared import Split
@@ -45,7 +46,8 @@ class ModelSurveys:
 
     def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         """Return the model's parameters, groups and abilities; raise `ColotrainError` if broken."""
-        return self._cached(Survey, (freeze, seq_len), "survey", model, freeze, seq_len)
+        about = freeze, seq_len
+        return self._cached(Survey, about, "survey", model, freeze, seq_len, data=None)
 
     def trace(
         self,
@@ -69,17 +71,18 @@ class ModelSurveys:
             return TraceResult(trace=result, obstacle=""), dependencies
 
         about = freeze, settings_of_samples(data), data.packing
-        result = cached(TraceResult, model, (*about, *how), compute)
+        of_users = _runs_users_code(model, data)
+        result = cached(TraceResult, model, (*about, *how), compute, runs_users_code=of_users)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         if result.trace is None:
             return None
-        left = self._cached(Ungrouped, about, "ungrouped", model, freeze, data)
+        left = self._cached(Ungrouped, about, "ungrouped", model, freeze, data, data=data)
         return replace(result.trace, ungrouped=left.blocks)
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""
         about = "sequence", settings_of_samples(data), data.packing
-        return self._cached(BlockSequence, about, "sequence", model, data)
+        return self._cached(BlockSequence, about, "sequence", model, data, data=data)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
         """Return what forwards in one process find of the loss; nothing where they fail.
@@ -90,7 +93,7 @@ class ModelSurveys:
         alone = replace(self, caller=ForkedCaller())
         about = settings_of_samples(data), data.packing, seed
         try:
-            return alone._cached(LossStudy, about, "study_loss", model, data, seed)
+            return alone._cached(LossStudy, about, "study_loss", model, data, seed, data=data)
         except ConfigError:
             raise
         except ColotrainError:  # the process ended without an answer
@@ -127,10 +130,18 @@ class ModelSurveys:
         return found
 
     def _cached(
-        self, answer: type[T], about: tuple[Any, ...], function: str, model: ModelPlan, *args: Any
+        self,
+        answer: type[T],
+        about: tuple[Any, ...],
+        function: str,
+        model: ModelPlan,
+        *args: Any,
+        data: DataPlan | None,
     ) -> T:
         """Return the answer of a function of `model`, or an earlier one to the same `about`."""
-        return cached(answer, model, about, lambda: self._call(function, model, *args))
+        of_users = _runs_users_code(model, data)
+        compute = partial(self._call, function, model, *args)
+        return cached(answer, model, about, compute, runs_users_code=of_users)
 
     def _call(self, function: str, *args: Any) -> Any:
         record = record_trial if function in WITHOUT_VALUES else record_dependencies
@@ -143,6 +154,14 @@ class ModelSurveys:
                 import_quickly(SURVEY)
                 postpone_compiler()
             return record(f"{SURVEY}:{function}", *args)
+
+
+def _runs_users_code(model: ModelPlan, data: DataPlan | None) -> bool:
+    """Whether a trial of `model`, with a sample of `data`, runs code or reads files of the user's.
+
+    Samples that colotrain makes of files have shapes that its settings alone say.
+    """
+    return not model.is_shipped or (data is not None and data.source == "target")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

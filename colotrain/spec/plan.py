@@ -120,6 +120,12 @@ class ModelPlan:
         return self.hf or self.target
 
     @property
+    def is_shipped(self) -> bool:
+        """Whether it is one of colotrain's own models, with no code and no file of the user's."""
+        theirs = self.hf or self.loss or self.objective or self.adapter
+        return self.target.startswith("colotrain.") and not theirs
+
+    @property
     def is_deferred(self) -> bool:
         """Whether parameters get their values after sharding; others are made as plain torch does.
 

@@ -18,11 +18,12 @@ from colotrain.engine.model.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.planner.advise import SearchSpace, best, largest_micro_batch
-from colotrain.planner.allocations import SMALL_SHARE, AllocationCounter, Heap
+from colotrain.planner.allocations import SMALL_SHARE, AllocationCounter
 from colotrain.planner.communication import traffic
 from colotrain.planner.gpu_margin import workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find
 from colotrain.planner.hardware import Sheet, from_sheet
+from colotrain.planner.heap import Heap
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import (
     _StepSimulation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -179,17 +180,21 @@ class SampleOrder:
         if not self.shuffle:
             return index
         if epoch != self._epoch:
-            self._permutation, self._epoch = self._permute(epoch), epoch
+            self._permutation = permutation(self.num_samples, self.seed, epoch)
+            self._epoch = epoch
         return int(self._permutation[index])
 
     def samples_at(self, positions: range) -> list[int]:
         return [self.sample_at(position) for position in positions]
 
-    def _permute(self, epoch: int) -> np.ndarray[Any, Any]:
-        key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
-        numbers = np.random.Philox(key=key).random_raw(self.num_samples)
-        dtype = np.uint32 if self.num_samples < 2**32 else np.int64
-        return np.argsort(numbers, kind="stable").astype(dtype)
+
+@functools.lru_cache(maxsize=1)
+def permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    """Return the sample at each position of an epoch; `verify` asks for the same in every case."""
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    numbers = np.random.Philox(key=key).random_raw(num_samples)
+    dtype = np.uint32 if num_samples < 2**32 else np.int64
+    return np.argsort(numbers, kind="stable").astype(dtype)
 
 
 class BatchLoader:
