@@ -32,9 +32,12 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
     """Return the run plan of `overrides`; raise `ConfigError` with all problems."""
-    from colotrain.runs.resolving import plan_from
+    from colotrain.callers_state import kept
 
-    return plan_from(overrides)
+    with kept():
+        from colotrain.runs.resolving import plan_from
+
+        return plan_from(overrides)
 
 
 def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False) -> dict[str, Any]:
@@ -47,9 +50,12 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     """
     _refuse_while_imported()
     _refuse_threads()
-    from colotrain.runs.start import run_quietly
+    from colotrain.callers_state import kept
 
-    return run_quietly(list(overrides), progress=progress, force=force)
+    with kept(environment=True):
+        from colotrain.runs.start import run_quietly
+
+        return run_quietly(list(overrides), progress=progress, force=force)
 
 
 def read_run(name: str | None = None) -> RunView:

@@ -10,7 +10,6 @@ import hashlib
 import json
 from dataclasses import replace
 from importlib import metadata
-from typing import Any
 
 from colotrain import cache_folder
 from colotrain.planner.layout import Layout
@@ -26,15 +25,8 @@ LENGTHS = (
     *("on_nonfinite", "max_rollbacks", "last_batch", "profile", "precision"),
 )
 """Settings under `train` that a peak does not depend on, or that its layout has already."""
-SAMPLES = ("target", "args", "seq_len", "pairs", "masked", "isolate", "marks_padding", "collate")
-"""Settings under `data` that samples' shapes depend on."""
 RANGE = 0.05
 """Share by which peaks of equal runs differ at most."""
-
-
-def settings_of_samples(data: DataPlan) -> dict[str, Any]:
-    """Return the settings that samples' shapes depend on."""
-    return {name: value for name, value in to_plain(data).items() if name in SAMPLES}
 
 
 def shape_of(
@@ -58,7 +50,7 @@ def shape_of(
     order = [(s.phase, s.block, s.events) for s in trace.segments] if trace else None
     settings = {name: value for name, value in to_plain(train).items() if name not in LENGTHS}
     about = [to_plain(layout), to_plain(survey.parameters), micro_batch, order, tiers]
-    about += [to_plain(mesh), to_plain(model), settings_of_samples(data), settings]
+    about += [to_plain(mesh), to_plain(model), data.of_samples(), settings]
     if before is not None:
         about.append(to_plain(before.breakdown))
     known = json.dumps([*about, metadata.version("torch")], sort_keys=True)

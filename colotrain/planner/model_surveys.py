@@ -17,7 +17,6 @@ from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies, record_trial
-from colotrain.planner.measured_peaks import settings_of_samples
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
@@ -70,18 +69,18 @@ class ModelSurveys:
                 return TraceResult(trace=None, obstacle=result), dependencies
             return TraceResult(trace=result, obstacle=""), dependencies
 
-        about = freeze, settings_of_samples(data), data.packing
+        about = freeze, data.of_samples(), data.packing
         of_users = _runs_users_code(model, data)
         result = cached(TraceResult, model, (*about, *how), compute, runs_users_code=of_users)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
-        if result.trace is None:
-            return None
+        if result.trace is None or model.is_shipped:  # all of whose blocks are groups
+            return result.trace
         left = self._cached(Ungrouped, about, "ungrouped", model, freeze, data, data=data)
         return replace(result.trace, ungrouped=left.blocks)
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""
-        about = "sequence", settings_of_samples(data), data.packing
+        about = "sequence", data.of_samples(), data.packing
         return self._cached(BlockSequence, about, "sequence", model, data, data=data)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
@@ -91,7 +90,7 @@ class ModelSurveys:
         use to forwards without values.
         """
         alone = replace(self, caller=ForkedCaller())
-        about = settings_of_samples(data), data.packing, seed
+        about = data.of_samples(), data.packing, seed
         try:
             return alone._cached(LossStudy, about, "study_loss", model, data, seed, data=data)
         except ConfigError:

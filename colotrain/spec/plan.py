@@ -142,6 +142,13 @@ class PartPlan(CommonPart):
     validation_paths: tuple[str, ...] = ()
 
 
+OF_SAMPLES = (
+    *("target", "args", "collate"),
+    *("seq_len", "pairs", "masked", "isolate", "marks_padding"),
+)
+"""Settings under `data` that samples' shapes depend on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan(CommonData):
     """The section, with its source."""
@@ -161,6 +168,10 @@ class DataPlan(CommonData):
     """Whether samples with padding say where it is: the model's loss would count it otherwise."""
     workers: int = 0
     """Processes that tokenise; 0: one per core."""
+
+    def of_samples(self) -> dict[str, Any]:
+        """Return the settings that samples' shapes depend on."""
+        return {name: value for name, value in to_plain(self).items() if name in OF_SAMPLES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from colotrain.planner import cache
 from colotrain.planner.dependencies import Dependencies, record_dependencies
 from colotrain.records import from_plain, to_plain
 from colotrain.runs.resolving import resolve_config
-from colotrain.spec.plan import ModelPlan
+from colotrain.spec.plan import AdapterPlan, ModelPlan
 
 LOOKER = """
 import json, multiprocessing, os, sys
@@ -254,6 +256,32 @@ def test_a_kept_look_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert looks == 3
     cache.cached(Problem, model, (), lambda: (Problem(key="", expected=""), None))
     assert looks == 3
+
+
+def test_a_trial_of_a_model_of_colotrain_s_is_that_of_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    shipped = ModelPlan(target="colotrain.models.llm:LLM", args={"d_model": 32})
+    adapted = replace(shipped, adapter=AdapterPlan(rank=1, alpha=1.0, targets=("*",), path="mine"))
+    for model, is_shipped in ((shipped, True), (adapted, False), (replace(shipped, hf="x"), False)):
+        assert model.is_shipped is is_shipped
+    trials = list[str]()
+
+    def see(dependencies: Dependencies | None) -> tuple[Problem, Dependencies | None]:
+        trials.append(os.getcwd())
+        return Problem(key="found", expected="1"), dependencies
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        of_none = partial(see, None)  # modules of the user's, loaded before, do not matter
+        cache.cached(Problem, shipped, (), of_none, runs_users_code=False)
+        assert len(trials) == 1
+    for name, expected in (("one", 2), ("two", 3), ("one", 3)):
+        monkeypatch.chdir(tmp_path / name)
+        cache.cached(Problem, adapted, (), partial(see, Dependencies()))
+        assert len(trials) == expected
 
 
 class Faulty:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import random
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -31,6 +32,7 @@ from colotrain.planner.memory import (
     predict,
 )
 from colotrain.planner.model_states import model_state_bytes
+from colotrain.planner.stretches import divide
 from colotrain.planner.time import amounts_of, step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch, ungrouped
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
@@ -38,7 +40,7 @@ from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import RECOMPUTE, DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute
 from colotrain.spec.plugins import ROWS, stays_gathered
-from colotrain.spec.survey import ParameterInfo, Survey, Trace
+from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
 from tests.traces import most_alive
 
 SEQ_LEN = 64
@@ -475,6 +477,52 @@ def test_the_sums_of_a_group_are_one_tensor_made_after_its_backward(
     allocations.heap = Noting()
     _StepSimulation(asked, looked, found, allocations).run()
     assert made == Counter(2 * list(groups))  # once in each step
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_stretches_are_the_allocations_that_they_stand_for(on_cpu: bool) -> None:
+    """The reference counts every allocation and every end by itself, gradients too."""
+    draw = random.Random(1)
+    alive, sizes, segments, gradients = list[int](), list[int](), list[Segment](), dict[int, str]()
+    for phase in ("forward", "backward"):
+        for _ in range(20):
+            events = []
+            for _ in range(draw.randrange(40)):
+                if alive and draw.random() < 0.5:
+                    events.append(-1 - alive.pop(draw.randrange(len(alive))))
+                    continue
+                alive.append(len(sizes))
+                events.append(len(sizes))
+                if phase == "backward" and draw.random() < 0.2:
+                    gradients[len(sizes)] = ""
+                sizes.append(int(2 ** draw.uniform(0, 26)))
+            segments.append(Segment(phase=phase, block="", events=tuple(events)))
+    found = Trace(segments=tuple(segments), storages=tuple(sizes), gradients=gradients)
+    one_by_one, replayed = AllocationCounter(on_cpu=on_cpu), AllocationCounter(on_cpu=on_cpu)
+    for repetition in range(3):
+        parts = divide(segments, found, on_cpu=on_cpu)
+        for segment, its in zip(segments, parts, strict=True):
+            for counter in (one_by_one, replayed):
+                counter.in_backward = segment.phase == "backward"
+            for event in segment.events:
+                number = event if event >= 0 else -1 - event
+                if number in gradients and event >= 0:
+                    one_by_one.begin(("gradient", number), "gradients", sizes[number])
+                elif event >= 0:
+                    one_by_one.begin(number, "activations", sizes[number])
+                elif number not in gradients:
+                    one_by_one.end(number)
+            for part in its:
+                if isinstance(part, int):
+                    replayed.begin(("gradient", part), "gradients", sizes[part])
+                else:
+                    replayed.replay(part, "activations")
+            assert one_by_one.sums == replayed.sums, repetition
+        for counter in (one_by_one, replayed):
+            counter.end(*(("gradient", number) for number in gradients))
+    assert one_by_one.at_fullest == replayed.at_fullest
+    assert one_by_one.most == replayed.most
+    assert one_by_one.resident() == replayed.resident() > 0
 
 
 def test_large_tensors_give_their_pages_back() -> None:

@@ -131,7 +131,10 @@ def divide_parameters(build: Build) -> None:
 
 
 def agree_on_groups(build: Build) -> None:
-    """Take the groups that rank 0 finds with its micro-batch."""
+    """Take the groups that rank 0 finds with its micro-batch.
+
+    Of a model of colotrain's own every block is known to be one: no trial finds anything else.
+    """
     model, plan, found = build.model, build.plan, None
     if dist.get_rank() == 0:
         if plan.plugin.chunk_bytes is not None and not HAS_SEVERAL_MODULES:
@@ -139,7 +142,7 @@ def agree_on_groups(build: Build) -> None:
         groups = find_groups(
             model,
             chunk_bytes=plan.plugin.chunk_bytes,
-            batch=build.trial,
+            batch=None if plan.model.is_shipped else build.trial,
             samples=build.samples,
             kind=lambda name: stays_gathered(name, plan.plugin),
             split=plan.plugin.split_blocks,

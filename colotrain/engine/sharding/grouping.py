@@ -51,12 +51,12 @@ def find_groups(
     """Return the groups of `model`: name of the first module, and the modules.
 
     Each repeated block that the trial forward with `batch` calls once is a group; all other
-    parameters belong to the root group. With `chunk_bytes`, neighbouring blocks of equal
-    `kind(name)` are packed until a group reaches that size, and with `split` larger blocks are cut
-    into modules that are called once. Groups are in the model's order, but inner modules come
-    before the modules around them. `tell` is called with the reason where most of the parameters
-    are left to the root group. `samples` reads a batch for forwards that look at values, instead of
-    `batch`.
+    parameters belong to the root group. Without a batch there is no trial, and each block is a
+    group. With `chunk_bytes`, neighbouring blocks of equal `kind(name)` are packed until a group
+    reaches that size, and with `split` larger blocks are cut into modules that are called once.
+    Groups are in the model's order, but inner modules come before the modules around them. `tell`
+    is called with the reason where most of the parameters are left to the root group. `samples`
+    reads a batch for forwards that look at values, instead of `batch`.
     """
     blocks = find_blocks(model)
     packs = chunk_bytes is not None and HAS_SEVERAL_MODULES
