@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.running import Colotrain
 
 # There are more test processes than cores: the threads of one would only wait for those of others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is drawn anew each day is the same in all test processes, also at midnight.
+os.environ.setdefault("TESTS_DAY", date.today().isoformat())
 # Shells let what they start behind `&` ignore Ctrl-C, which tests send to processes of theirs.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -20,6 +21,24 @@ def representatives(values: Iterable[Any], *, kept: Collection[Any]) -> list[Any
     values = list(values)
     assert all(value in values for value in kept), kept
     return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def half_of_the_day(values: Iterable[Any], *, of: str = "") -> list[Any]:
+    """Half of `values` in their order, another every day (and for another `of`).
+
+    EVERY_COMBINATION=1 has all of them, and TESTS_DAY=2026-11-29 those of that day again.
+    """
+    values = list(values)
+    draw = random.Random(f"{os.environ['TESTS_DAY']} {of} {len(values)}")
+    half = set(draw.sample(range(len(values)), -(-len(values) // 2)))
+    return [v for n, v in enumerate(values) if EVERY_COMBINATION or n in half]
+
+
+def of_each_day(values: Iterable[Any], *, kept: Collection[Any]) -> list[Any]:
+    """As `representatives`, for long tables: of what is not in `kept`, every day has a half."""
+    values = list(values)
+    todays = half_of_the_day(value for value in values if value not in kept)
+    return representatives([v for v in values if v in kept or v in todays], kept=kept)
 
 
 def selected(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:

@@ -20,7 +20,7 @@ from colotrain.audit.evidence import evidence
 from colotrain.audit.verdicts import Verdict
 from colotrain.events.gradients import records
 from colotrain.rundir import RunDir
-from tests.representatives import representatives, selected
+from tests.representatives import of_each_day, selected
 from tests.running import Colotrain, Result
 
 SCRIPT = Path(__file__).with_name("audited.py")
@@ -128,7 +128,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return {case: found["-".join(case)] for case in cases}
 
 
-@pytest.mark.parametrize("case", representatives(CASES, kept=KEPT), ids="-".join)
+@pytest.mark.parametrize("case", of_each_day(CASES, kept=KEPT), ids="-".join)
 def test_a_fault_is_found_and_named_by_its_line(verdicts: Any, case: tuple[str, str]) -> None:
     name, line = {**FAULTS, **BETWEEN_RANKS}[case[0]]
     found = verdicts[case]
@@ -142,7 +142,7 @@ CORRECT_CASES = [(variant, framework) for variant in CORRECT for framework in FR
 
 
 @pytest.mark.parametrize(
-    "case", representatives(CORRECT_CASES, kept=[("scaler", "fully_shard")]), ids="-".join
+    "case", of_each_day(CORRECT_CASES, kept=[("scaler", "fully_shard")]), ids="-".join
 )
 def test_no_fault_is_found_where_none_is(verdicts: Any, case: tuple[str, str]) -> None:
     outcomes = {v.check: v.outcome for v in verdicts[case].values()}

@@ -11,7 +11,7 @@ import pytest
 from colotrain.cli.audit import exit_code_of
 from tests.dist import audited_axes
 from tests.dist.test_audit import observed
-from tests.representatives import representatives, selected
+from tests.representatives import of_each_day, selected
 
 SCRIPT = Path(audited_axes.__file__)
 LINES = SCRIPT.read_text("utf-8").splitlines()
@@ -78,7 +78,7 @@ def test_every_script_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", representatives(RIGHT, kept=["by_torch_and_sharded", "split_by_sequence", "experts"])
+    "name", of_each_day(RIGHT, kept=["by_torch_and_sharded", "split_by_sequence", "experts"])
 )
 def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
     found = verdicts[name]
@@ -92,7 +92,7 @@ def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", representatives([*WRONG], kept=["wrong_norm_is_not_summed", "wrong_readers_of_parts"])
+    "name", of_each_day([*WRONG], kept=["wrong_norm_is_not_summed", "wrong_readers_of_parts"])
 )
 def test_a_wrong_script_is_named(verdicts: Any, name: str) -> None:
     check, text = WRONG[name]

@@ -11,7 +11,7 @@ import pytest
 from colotrain.cli.audit import exit_code_of
 from tests.dist import audited_idioms
 from tests.dist.test_audit import observed
-from tests.representatives import representatives, selected
+from tests.representatives import of_each_day, selected
 
 SCRIPT = Path(audited_idioms.__file__)
 LINES = SCRIPT.read_text("utf-8").splitlines()
@@ -166,9 +166,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return observed(tmp_path_factory.mktemp("idioms"), scripts)
 
 
-@pytest.mark.parametrize(
-    "name", representatives(RIGHT, kept=["lbfgs", "sam", "gan", "moving_average"])
-)
+@pytest.mark.parametrize("name", of_each_day(RIGHT, kept=["lbfgs", "sam", "gan", "moving_average"]))
 def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
     found = verdicts[name].values()
     assert not [verdict for verdict in found if verdict.outcome == "wrong"]
@@ -179,7 +177,7 @@ def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", representatives(WRONG, kept=["wrong_outside_ddp", "wrong_clips_a_part"])
+    "name", of_each_day(WRONG, kept=["wrong_outside_ddp", "wrong_clips_a_part"])
 )
 def test_a_wrong_script_is_named_by_its_line(verdicts: Any, name: str) -> None:
     check, outcome, text = WRONG[name]

@@ -160,7 +160,7 @@ KINDS = ["tied", "resized", "resized-tied", "mixtral", "dpo", "isolated", "gpt2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", half_of_the_day(KINDS))
 def test_other_runs_of_text_are_checked(kind: str, colotrain: Colotrain, export: Export) -> None:
     more: dict[str, Any] = {"tie_word_embeddings": kind.endswith("tied")}
     if kind == "mixtral":

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist import plain
 from tests.families import FAMILIES, Family
-from tests.representatives import chosen, representatives
+from tests.representatives import chosen, of_each_day
 
 pytest.importorskip("transformers")
 SHOWN = [f for f in FAMILIES if f.name == "Mixtral"]
@@ -31,8 +31,8 @@ TRIED = chosen(FAMILIES, among=[f for f in FAMILIES if f.name in DIFFERENT])
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "family",
-    representatives(TRIED, kept=SHOWN),
-    ids=[f"{family.name} {family.architecture}".replace(" ", "-") for family in TRIED],
+    of_each_day(TRIED, kept=SHOWN),
+    ids=lambda family: f"{family.name} {family.architecture}".replace(" ", "-"),
 )
 def test_every_plugin_trains_and_exports_as_plain_transformers(
     family: Family, tmp_path: Path

@@ -36,7 +36,7 @@ from tests.dist import hf, plain
 from tests.dist.test_context_parallel import LENGTH, make_model
 from tests.dist.test_transport import run
 from tests.families import GROUPED, Family
-from tests.representatives import representatives
+from tests.representatives import of_each_day
 from tests.running import SMALL, Colotrain
 
 HEADS = ("model.args.num_heads=4", "model.args.num_kv_heads=2")
@@ -235,13 +235,13 @@ def compare_logits(rank: int) -> None:
     assert torch.allclose(own.grad, head.weight.grad.chunk(2)[rank], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", representatives(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
+@pytest.mark.parametrize("kind", of_each_day(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
 def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind, False)
 
 
-@pytest.mark.parametrize("kind", representatives(sorted(VERIFIED), kept=["phi"]))
+@pytest.mark.parametrize("kind", of_each_day(sorted(VERIFIED), kept=["phi"]))
 def test_a_transformers_model_divided_by_tokens_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind, True)
