@@ -17,6 +17,7 @@ from colotrain.cli.main import guarded
 from colotrain.export import check
 from tests.dist import hf
 from tests.dist.conftest import SMALL, Colotrain, Result
+from tests.representatives import half_of_the_day
 
 transformers = pytest.importorskip("transformers")
 SMALL_RUN = (
