@@ -17,7 +17,7 @@ from colotrain.models.huggingface_task import CAUSAL, TASKS
 from tests.architectures import Architecture, architectures
 from tests.dist.conftest import Colotrain
 from tests.dist.test_run import losses
-from tests.representatives import chosen
+from tests.representatives import chosen, half_of_the_day
 
 transformers = pytest.importorskip("transformers")
 BUFFERS = ("bart", "resnet", "deepseek_v3", "marian", "mobilenet_v2")
@@ -39,7 +39,7 @@ MICRO_BATCH, GLOBAL_BATCH = 2, 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tried", TRIED, ids=str)
+@pytest.mark.parametrize("tried", half_of_the_day(TRIED), ids=str)
 def test_a_directory_begins_with_the_loss_of_transformers_or_is_refused_by_name(
     tried: Architecture, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.following import PROGRAMS, Follower, make_sample
 from tests.pages import PAGES, blocks, words
+from tests.representatives import half_of_the_day
 from tests.running import Colotrain
 
 PAGES_TO_FOLLOW = [
@@ -26,7 +27,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", PAGES_TO_FOLLOW, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", half_of_the_day(PAGES_TO_FOLLOW), ids=lambda page: page.stem)
 def test_a_page_can_be_followed(colotrain: Colotrain, page: Path, sample: Path) -> None:
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
