@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import math
 import os
@@ -27,7 +28,6 @@ from colotrain.engine import worker
 from colotrain.engine.step import monitor
 from colotrain.engine.step.train import train
 from colotrain.events.log import EventReader, EventWriter
-from colotrain.launch.server.compiler import postpone_compiler
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from
@@ -117,7 +117,9 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    postpone_compiler()  # it would take the device's functions for torch's own
+    importlib.import_module(
+        "torch._dynamo"
+    )  # later it would take the device's functions for torch's
     for port, fields in json.loads((folder / "cases.json").read_text()):
         case = Case(**fields)
         os.environ |= {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
