@@ -32,12 +32,15 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
     """Return the run plan of `overrides`; raise `ConfigError` with all problems."""
-    from colotrain.callers_state import kept
+    import random
 
-    with kept():
+    numbers = random.getstate()  # `rich` draws some when it is imported
+    try:
         from colotrain.runs.resolving import plan_from
 
         return plan_from(overrides)
+    finally:
+        random.setstate(numbers)
 
 
 def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False) -> dict[str, Any]:
@@ -50,12 +53,19 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     """
     _refuse_while_imported()
     _refuse_threads()
-    from colotrain.callers_state import kept
+    import os
+    import random
 
-    with kept(environment=True):
+    numbers, environment = random.getstate(), dict(os.environ)
+    try:
         from colotrain.runs.start import run_quietly
 
         return run_quietly(list(overrides), progress=progress, force=force)
+    finally:
+        random.setstate(numbers)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
 
 
 def read_run(name: str | None = None) -> RunView:

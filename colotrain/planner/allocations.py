@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from colotrain.planner.heap import Heap
-from colotrain.planner.stretches import Stretch
+from colotrain.planner.memory_changes import MemoryChange
 from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown
 
@@ -86,20 +86,20 @@ class AllocationCounter:
             if category:
                 self._add(category, -num_bytes, is_in_heap)
 
-    def replay(self, stretch: Stretch, category: str) -> None:
-        """Count the allocations and frees of a stretch, whose storages are all of `category`."""
-        live, outside, made = stretch.live, stretch.outside, stretch.made
-        if self.now + live.rise > self.fullest:
-            self.fullest = self.now + live.rise
-            self.at_fullest = {**self.sums, category: self.sums[category] + live.rise}
-        self.most[category] = max(self.most[category], self.sums[category] + live.rise)
-        self.most_outside = max(self.most_outside, self.outside + outside.rise)
-        self.most_made = max(self.most_made, self.made_bytes + made.rise)
-        self.now += live.change
-        self.sums[category] += live.change
-        self.outside += outside.change
-        self.made_bytes += made.change
-        for storage, num_bytes in stretch.placed:
+    def replay(self, change: MemoryChange, category: str) -> None:
+        """Count the allocations and frees of a change, whose storages are all of `category`."""
+        live, outside, made = change.live, change.outside, change.made
+        if self.now + live.peak > self.fullest:
+            self.fullest = self.now + live.peak
+            self.at_fullest = {**self.sums, category: self.sums[category] + live.peak}
+        self.most[category] = max(self.most[category], self.sums[category] + live.peak)
+        self.most_outside = max(self.most_outside, self.outside + outside.peak)
+        self.most_made = max(self.most_made, self.made_bytes + made.peak)
+        self.now += live.net
+        self.sums[category] += live.net
+        self.outside += outside.net
+        self.made_bytes += made.net
+        for storage, num_bytes in change.placed:
             if num_bytes:
                 self.heap.take(storage, num_bytes)
             else:

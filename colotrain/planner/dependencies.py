@@ -24,7 +24,7 @@ from typing import Any
 from colotrain.current_folder import places_of_code
 from colotrain.dotted import import_target
 from colotrain.forked import in_fork
-from colotrain.spec.plan import ModelPlan
+from colotrain.spec.plan import OWN_MODELS, ModelPlan
 from colotrain.user_modules import installed, is_below, is_users, python
 
 SYSTEM = ("/proc", "/sys", "/dev")
@@ -91,7 +91,7 @@ def record_trial(function: str, model: ModelPlan, *args: Any) -> tuple[Any, Depe
 
     What the user's code keeps of such values ends there. Its module is imported before, once.
     """
-    if model.hf or model.target.startswith("colotrain."):  # nothing of theirs is kept
+    if model.hf or model.target in OWN_MODELS:  # nothing of theirs is kept
         return record_dependencies(function, model, *args)
     _loaded_before()
     with _noted() as notes, suppress(Exception):  # the fork raises it, too

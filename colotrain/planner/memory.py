@@ -15,8 +15,8 @@ from colotrain.planner.allocations import RANGE, AllocationCounter
 from colotrain.planner.gpu_margin import gpu_margin_bytes, workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.planner.memory_changes import MemoryChange, memory_changes
 from colotrain.planner.model_states import Transient, model_state_bytes
-from colotrain.planner.stretches import Stretch, divide
 from colotrain.spec.cpu_memory import (
     LARGEST_BUFFER_BYTES,
     MOST_WRITTEN_BYTES,
@@ -129,7 +129,9 @@ class _StepSimulation:
         self.pending_reduction: tuple[Group, list[object]] | None = None
         """Group whose gradients are summed after the next group's (shared memory)."""
         ordered = sorted(trace.segments, key=lambda segment: segment.phase == "backward")
-        each = list(zip(ordered, divide(ordered, trace, on_cpu=allocations.on_cpu), strict=True))
+        each = list(
+            zip(ordered, memory_changes(ordered, trace, on_cpu=allocations.on_cpu), strict=True)
+        )
         self.forward = [(s, parts) for s, parts in each if s.phase == "forward"]
         self.backward = [(s, parts) for s, parts in each if s.phase == "backward"]
         self.count = 0
@@ -222,7 +224,7 @@ class _StepSimulation:
         self._backward(last=last)
         self.allocations.end("inputs")
 
-    def _play(self, parts: Iterable[Stretch | int], *, in_backward: bool) -> None:
+    def _play(self, parts: Iterable[MemoryChange | int], *, in_backward: bool) -> None:
         """Allocate and free what autograd and the model's own code do in a segment."""
         allocations, owners = self.allocations, self.trace.gradients
         allocations.in_backward = in_backward

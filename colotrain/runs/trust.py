@@ -22,10 +22,8 @@ from colotrain.errors import ConfigError, UsageError, shortened
 from colotrain.records import as_argument, as_override, to_plain
 from colotrain.rundir import OFFLOAD, RunDir, read_json, read_text, write_atomically
 from colotrain.signatures import is_signed
-from colotrain.spec.plan import RunPlan
+from colotrain.spec.plan import OWN_MODELS, RunPlan
 
-OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
-"""Models of this package, which any plan may name, with any arguments."""
 WORDS = r"[\w.+% -]*"
 """Words, sizes and durations: `cosine`, `512MiB`, `90%`, `0.5 epochs`."""
 TEXT = r"(?s:.*)"

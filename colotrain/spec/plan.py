@@ -93,6 +93,10 @@ class AdapterPlan:
     """Directory in PEFT's format with the adapters' initial values."""
 
 
+OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
+"""Models of this package, which any plan may name, with any arguments."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     target: str
@@ -121,9 +125,11 @@ class ModelPlan:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether it is one of colotrain's own models, with no code and no file of the user's."""
-        theirs = self.hf or self.loss or self.objective or self.adapter
-        return self.target.startswith("colotrain.") and not theirs
+        """Whether it is one of colotrain's own models, with no code and no file of the user's.
+
+        All of its blocks are groups: no trial finds anything else.
+        """
+        return self.target in OWN_MODELS and not (self.loss or self.objective or self.adapter)
 
     @property
     def is_deferred(self) -> bool:
@@ -131,7 +137,7 @@ class ModelPlan:
 
         This holds for model directories, colotrain's own models, and where `deferred_init` says so.
         """
-        return bool(self.hf) or self.deferred_init or self.target.startswith("colotrain.")
+        return bool(self.hf) or self.deferred_init or self.target in OWN_MODELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import runpy
 import signal
 import socket
 import sys
-import weakref
 from pathlib import Path
 
 import torch
@@ -54,7 +53,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for finalizer in list(weakref.finalize._registry):  # a fifth of a second in each fork
-        if finalizer.peek()[1].__module__ == "torch.library":
-            finalizer.detach()
     main()

@@ -117,9 +117,8 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    importlib.import_module(
-        "torch._dynamo"
-    )  # later it would take the device's functions for torch's
+    # the compiler, which later would take the device's functions for torch's own
+    importlib.import_module("torch._dynamo")
     for port, fields in json.loads((folder / "cases.json").read_text()):
         case = Case(**fields)
         os.environ |= {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(port)}

@@ -264,7 +264,11 @@ def test_a_trial_of_a_model_of_colotrain_s_is_that_of_every_folder(
     monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
     shipped = ModelPlan(target="colotrain.models.llm:LLM", args={"d_model": 32})
     adapted = replace(shipped, adapter=AdapterPlan(rank=1, alpha=1.0, targets=("*",), path="mine"))
-    for model, is_shipped in ((shipped, True), (adapted, False), (replace(shipped, hf="x"), False)):
+    for model, is_shipped in (
+        (shipped, True),
+        (adapted, False),
+        (replace(shipped, target="", hf="x"), False),
+    ):
         assert model.is_shipped is is_shipped
     trials = list[str]()
 

@@ -44,7 +44,7 @@ class Rule:
 
 # Folder → rule; a folder without one of its own has that of the folder it is in.
 RULES = {
-    "": Rule("spec", "psutil", "callers_state runs events engine torch"),
+    "": Rule("spec", "psutil", "runs events engine torch"),
     "__main__": Rule("cli launch.server spec"),
     **dict.fromkeys(("torch_internals", "module_tree"), Rule("", "torch")),
     "generators": Rule("torch_internals", "torch numpy"),

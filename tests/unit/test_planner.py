@@ -31,8 +31,8 @@ from colotrain.planner.memory import (
     non_model_bytes,
     predict,
 )
+from colotrain.planner.memory_changes import memory_changes
 from colotrain.planner.model_states import model_state_bytes
-from colotrain.planner.stretches import divide
 from colotrain.planner.time import amounts_of, step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch, ungrouped
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
@@ -480,7 +480,7 @@ def test_the_sums_of_a_group_are_one_tensor_made_after_its_backward(
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_stretches_are_the_allocations_that_they_stand_for(on_cpu: bool) -> None:
+def test_changes_are_the_allocations_that_they_stand_for(on_cpu: bool) -> None:
     """The reference counts every allocation and every end by itself, gradients too."""
     draw = random.Random(1)
     alive, sizes, segments, gradients = list[int](), list[int](), list[Segment](), dict[int, str]()
@@ -500,7 +500,7 @@ def test_stretches_are_the_allocations_that_they_stand_for(on_cpu: bool) -> None
     found = Trace(segments=tuple(segments), storages=tuple(sizes), gradients=gradients)
     one_by_one, replayed = AllocationCounter(on_cpu=on_cpu), AllocationCounter(on_cpu=on_cpu)
     for repetition in range(3):
-        parts = divide(segments, found, on_cpu=on_cpu)
+        parts = memory_changes(segments, found, on_cpu=on_cpu)
         for segment, its in zip(segments, parts, strict=True):
             for counter in (one_by_one, replayed):
                 counter.in_backward = segment.phase == "backward"

@@ -131,10 +131,7 @@ def divide_parameters(build: Build) -> None:
 
 
 def agree_on_groups(build: Build) -> None:
-    """Take the groups that rank 0 finds with its micro-batch.
-
-    Of a model of colotrain's own every block is known to be one: no trial finds anything else.
-    """
+    """Take the groups that rank 0 finds, with its micro-batch if the model is not colotrain's."""
     model, plan, found = build.model, build.plan, None
     if dist.get_rank() == 0:
         if plan.plugin.chunk_bytes is not None and not HAS_SEVERAL_MODULES:

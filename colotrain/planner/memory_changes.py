@@ -1,7 +1,7 @@
-"""A traced micro-batch in stretches between gradients, each with the sums of what it allocates.
+"""What a traced micro-batch does to memory between one gradient and the next, added up.
 
-A plan replays the same micro-batch several times for every plugin. What lies between two gradients
-has the same effect each time, so it is added up once. Standard library only.
+A plan replays the same micro-batch several times for every plugin, and what lies between two
+gradients has the same effect each time. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from colotrain.spec.survey import Segment, Trace
 
 @dataclass(slots=True)
 class Sum:
-    """Bytes that come and go: how many more there are at the end, and at most."""
+    """Bytes that are allocated less those that are freed: at the end, and at most."""
 
-    change: int = 0
-    rise: int = 0
+    net: int = 0
+    peak: int = 0
 
     def add(self, num_bytes: int) -> None:
-        self.change += num_bytes
-        self.rise = max(self.rise, self.change)
+        self.net += num_bytes
+        self.peak = max(self.peak, self.net)
 
 
 @dataclass(slots=True)
-class Stretch:
+class MemoryChange:
     """Allocations and frees between two gradients."""
 
     live: Sum = field(default_factory=Sum)
+    """All of them."""
     outside: Sum = field(default_factory=Sum)
-    """Outside malloc's heap."""
+    """Those outside malloc's heap."""
     made: Sum = field(default_factory=Sum)
-    """In the heap, by a backward."""
+    """Those in the heap that a backward allocated."""
     placed: list[tuple[int, int]] = field(default_factory=list)
-    """Each storage in the heap with its bytes, where it is allocated, and with 0 where freed."""
+    """Those in the heap, in their order: the storage, and its bytes or 0 where it is freed."""
 
 
-def divide(segments: Iterable[Segment], trace: Trace, *, on_cpu: bool) -> list[list[Stretch | int]]:
-    """Return the stretches of each segment, and between them the storages that are gradients."""
+def memory_changes(
+    segments: Iterable[Segment], trace: Trace, *, on_cpu: bool
+) -> list[list[MemoryChange | int]]:
+    """Return for each segment its changes, and between them the storages that are gradients."""
     alive: dict[int, bool] = {}
     """Storage → whether a backward allocated it."""
-    found: list[list[Stretch | int]] = []
+    found: list[list[MemoryChange | int]] = []
     for segment in segments:
-        parts: list[Stretch | int] = []
+        parts: list[MemoryChange | int] = []
         for event in segment.events:
             number = event if event >= 0 else -1 - event
             if number in trace.gradients:  # whose end is that of its group's reduction
@@ -59,16 +62,16 @@ def divide(segments: Iterable[Segment], trace: Trace, *, on_cpu: bool) -> list[l
             made = alive[number] if event >= 0 else alive.pop(number)
             num_bytes, sign = trace.storages[number], 1 if event >= 0 else -1
             if not parts or isinstance(parts[-1], int):
-                parts.append(Stretch())
-            stretch = parts[-1]
-            assert isinstance(stretch, Stretch)
-            stretch.live.add(sign * num_bytes)
+                parts.append(MemoryChange())
+            change = parts[-1]
+            assert isinstance(change, MemoryChange)
+            change.live.add(sign * num_bytes)
             if not on_cpu or num_bytes >= OWN_PAGES_BYTES:
-                stretch.outside.add(sign * num_bytes)
+                change.outside.add(sign * num_bytes)
                 continue
             if made:
-                stretch.made.add(sign * num_bytes)
+                change.made.add(sign * num_bytes)
             if num_bytes >= SMALL_BYTES:
-                stretch.placed.append((number, num_bytes if event >= 0 else 0))
+                change.placed.append((number, num_bytes if event >= 0 else 0))
         found.append(parts)
     return found
