@@ -16,7 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all bench gpu gpu-wheels lint types fmt docs frames site wheel constraints clean
+.PHONY: help run test test-slow test-all compiled bench gpu gpu-wheels lint types fmt docs frames site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -29,14 +29,18 @@ help: ## show this list
 run: $(VENV)/.core ## install, then train the smallest recipe (or ARGS)
 	$(BIN)/colotrain run $(ARGS)
 
-test: lint types ## install, then every check, and every test that is not slow
+test: lint types compiled ## install, then every check, and every test that is not slow
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.dev ## the slow tests alone: whole matrices, new processes, several hosts, SLURM's jobs, minutes
+test-slow: compiled ## the slow tests alone: whole matrices, new processes, several hosts, SLURM's jobs, minutes
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
-test-all: lint types ## every check, and every test
+test-all: lint types compiled ## every check, and every test
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+# Where PYTHONDONTWRITEBYTECODE is set, each process of a test would compile what it imports anew.
+compiled: $(VENV)/.dev
+	@$(BIN)/python -m compileall -q colotrain tests
 
 lint: $(VENV)/.dev ## ruff: mistakes and formatting
 	$(BIN)/ruff check

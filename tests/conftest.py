@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -26,15 +29,33 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 LONGEST = (
     *("tests/slurm/", "tests/faults/test_hosts.py", "tests/dist/test_docs.py"),
-    *("tests/simulated/", "tests/dist/"),
+    *("tests/simulated/", "tests/dist/test_difficult_models.py", "tests/dist/"),
 )
 """Tests that begin first, so that none of them is left at the end while other processes wait."""
 DOCS = "tests/dist/test_docs.py::"
+END = float(os.environ.get("SLOW_TESTS_END", "inf"))
+"""Seconds since 1970, after which no slow test begins: those left are skipped, and say so."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by `LONGEST`; SLURM's jobs take ten minutes, most of them waiting."""
-    items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in LONGEST])
+    """Order the tests by `LONGEST`; SLURM's jobs take ten minutes, most of them waiting.
+
+    Where slow tests must end in time, each day has other modules at the end.
+    """
+
+    def order(item: pytest.Item) -> tuple[list[bool], float]:
+        longest = [not item.nodeid.startswith(prefix) for prefix in LONGEST]
+        module = item.nodeid.partition("::")[0]
+        draw = random.Random(f"{os.environ['TESTS_DAY']} {module}").random()
+        return longest, draw if math.isfinite(END) else 0.0
+
+    items.sort(key=order)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > END and item.get_closest_marker("slow") is not None:
+        pytest.skip(f"no time is left for slow tests of {item.nodeid.partition('::')[0]}")
 
 
 @pytest.hookimpl(optionalhook=True)

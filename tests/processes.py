@@ -19,24 +19,40 @@ from tests import warm
 
 NEVER_IMPORTED = ("colotrain.__main__", workers.FIRST, workers.LAST)
 """By launchers: each runs something, or changes the process."""
+OF_MODELS = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+"""What models of transformers import: 1.5 s of each worker."""
 
 
 class Process:
-    """A command that is forked from a warm process; used as a `subprocess.Popen` of text."""
+    """A command that is forked from a warm process; used as a `subprocess.Popen` of text.
+
+    Both streams go to the file `log`, if there is one.
+    """
 
     def __init__(
-        self, address: str, arguments: list[str], *, cwd: Path, environment: Mapping[str, str]
+        self,
+        address: str,
+        arguments: list[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        log: Path | None = None,
     ) -> None:
         self.args = arguments
         self.returncode: int | None = None
         command = warm.Command(arguments=arguments, cwd=str(cwd), environment=dict(environment))
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
+        if log is not None:
+            for end in (out_end, err_end):
+                os.close(end)
+            out_end = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            err_end = os.dup(out_end)
         nothing = os.open(os.devnull, os.O_RDONLY)
         files = {0: nothing, 1: out_end, 2: err_end}
         self.pid, self._status = warm.ask(address, command, files)
         for fd in files.values():
             os.close(fd)
-        self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
 
     def poll(self) -> int | None:
         try:
@@ -98,13 +114,13 @@ def launchers() -> str:
     names = [module.name for module in pkgutil.walk_packages(colotrain.__path__, "colotrain.")]
     ours = [name for name in names if name not in NEVER_IMPORTED]
     agent = "torch.distributed.elastic.agent.server.local_elastic_agent"
-    return start("launchers", [*ours, agent, "pytest"], servers=servers())
+    return start("launchers", [*ours, agent, "pytest", *OF_MODELS], servers=servers())
 
 
 @functools.cache
 def servers() -> str:
     """Address of the process that has imported what workers import, and is set up as theirs."""
-    return start("servers", workers.PRELOAD, environment=workers.environment())
+    return start("servers", [*workers.PRELOAD, *OF_MODELS], environment=workers.environment())
 
 
 def start(

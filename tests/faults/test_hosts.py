@@ -58,10 +58,11 @@ def events(cwd: Path, name: str, kind: str) -> list[Event]:
     return [event for event in Colotrain(cwd).events(name) if event.kind == kind]
 
 
-@pytest.fixture
-def straight(tmp_path: Path) -> dict[int, float]:
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one host with two ranks."""
-    return losses(Colotrain(tmp_path).run(*PLAN, "plugin=zero3", RANKS, "name=straight"))
+    colotrain = Colotrain(tmp_path_factory.mktemp("straight"))
+    return losses(colotrain.run(*PLAN, "plugin=zero3", RANKS, "name=straight"))
 
 
 @pytest.mark.slow

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from colotrain.spec.elastic import ROUND_KEY
+from tests import processes
 from tests.simulated.case import Case
 
 TIMEOUT_S = 1500
@@ -39,6 +39,26 @@ SMALL = (
 """A plan that takes a second."""
 WIDER = (*SMALL, "model.args.d_model=256", "model.args.num_layers=4", "model.args.d_hidden=768")
 """Large enough that what the allocator rounds up does not count."""
+
+
+WORKER = "tests.simulated.worker"
+
+
+def environment(guard: Path) -> dict[str, str]:
+    """What a worker needs to find as its Python starts."""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {
+        "SIMULATED_GUARD": str(guard),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+        "CUBLAS_WORKSPACE_CONFIG": ":0:0",  # the device has no cuBLAS
+    }
+
+
+@functools.cache
+def warm(guard: Path) -> str:
+    """Address of the process that workers are forked from: each would take 7 s for its imports."""
+    return processes.start("simulated", [WORKER], environment=environment(guard))
 
 
 @dataclass(frozen=True)
@@ -88,27 +108,22 @@ class Ranks:
         told = [asdict(case) | {"words": [*case.words, *words]} for case in cases]
         ports = [store.port for store in self.stores]
         (folder / "cases.json").write_text(json.dumps([*zip(ports, told, strict=True)]))
-        paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-        common = {
-            "SIMULATED_GUARD": str(guard),
+        common = environment(guard) | {
             "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": paths,
             "MASTER_ADDR": "127.0.0.1",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             ROUND_KEY: "of the simulation",
-            "CUBLAS_WORKSPACE_CONFIG": ":0:0",  # the device has no cuBLAS
         }
-        self.processes = [self._begin(rank, os.environ | common) for rank in range(ranks)]
-
-    def _begin(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        with self._log(rank).open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.simulated.worker", str(self.folder)],
-                env=environment | {"RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
+        self.processes = [
+            processes.Process(
+                warm(guard),
+                ["-m", WORKER, str(folder)],
+                cwd=Path.cwd(),
+                environment=common | {"RANK": str(rank)},
+                log=self._log(rank),
             )
+            for rank in range(ranks)
+        ]
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any
 from tests.simulated import device  # first: it must come before torch
 
 import torch  # isort: skip
+import torch._dynamo  # here: later it would take the device's functions for torch's own
 import torch.distributed as dist
 
 import colotrain
@@ -117,8 +117,6 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    # the compiler, which later would take the device's functions for torch's own
-    importlib.import_module("torch._dynamo")
     for port, fields in json.loads((folder / "cases.json").read_text()):
         case = Case(**fields)
         os.environ |= {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(port)}

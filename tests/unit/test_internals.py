@@ -56,6 +56,7 @@ DOORS = {
     "colotrain/models/huggingface_internals.py": "transformers' functions that are replaced",
     "colotrain/launch/agent.py": "torch's elastic agent",
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
+    "colotrain/launch/server/compiler.py": "torch's compiler",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
 PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting", "_args_from_interpreter_flags"}

@@ -26,14 +26,30 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "trace_rules": types.SimpleNamespace(clear_lru_cache=lambda: None),  # in `init_process_group`
 }
 """Attributes of the compiler that torch uses and that do nothing if nothing is compiled."""
+ALONE = ("config", "_trace_wrapped_higher_order_op")
+"""Modules of the compiler that need nothing else of it: its settings, and what transformers' masks
+import."""
+
+_allowed: list[Callable[..., Any]] = []
 
 
 class Postponed(types.ModuleType):
     """Stands in for the compiler in `sys.modules` until an attribute that it lacks is used.
 
-    `config`, the compiler's settings, is torch's own module, which the compiler then finds
-    imported.
+    The modules of `ALONE` are torch's own, which the compiler then finds imported.
     """
+
+    @staticmethod
+    def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Same as `torch._dynamo.assume_constant_result`: a mark that the compiler looks for."""
+        fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        return fn
+
+    @staticmethod
+    def allow_in_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Same as `torch._dynamo.allow_in_graph`, as soon as the compiler is imported."""
+        _allowed.append(fn)
+        return fn
 
     def disable(
         self, fn: Callable[..., Any] | None = None, *args: Any, **options: Any
@@ -73,7 +89,12 @@ def load_compiler() -> None:
             os.environ[FOLDER] = str(cache_folder.subfolder("compiled", for_code=True))
         except OSError:  # there is no cache: the code is compiled in each launch
             os.environ[FOLDER] = tempfile.mkdtemp(prefix="colotrain-compiled-")
-    importlib.import_module(COMPILER)
+    compiler = importlib.import_module(COMPILER)
+    for name in ALONE:
+        setattr(compiler, name, importlib.import_module(f"{COMPILER}.{name}"))
+    for fn in _allowed:
+        compiler.allow_in_graph(fn)
+    _allowed.clear()
     for name in ("cache_dir_utils", "runtime_utils"):
         module: Any = importlib.import_module(f"torch._inductor.runtime.{name}")
         assert hasattr(module, "default_cache_dir"), "torch keeps headers elsewhere"
@@ -84,14 +105,23 @@ def postpone_compiler() -> None:
     """Install the stand-in; call it after `import torch` and before anything is compiled."""
     if "torch" not in sys.modules or COMPILER in sys.modules:
         return
-    package, name = importlib.util.find_spec(COMPILER), f"{COMPILER}.config"
+    package = importlib.util.find_spec(COMPILER)
     if package is None or package.origin is None:
         return
-    path = Path(package.origin).with_name("config.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    paths = [Path(package.origin).with_name(f"{name}.py") for name in ALONE]
+    if not all(path.is_file() for path in paths):
         return
-    config = sys.modules[name] = importlib.util.module_from_spec(spec)  # it looks itself up there
-    spec.loader.exec_module(config)
     sys.modules[COMPILER] = stand_in = Postponed(COMPILER)
-    stand_in.__dict__.update(config=config, __spec__=package, __file__=package.origin)
+    stand_in.__dict__.update(__spec__=package, __file__=package.origin)
+    for name, path in zip(ALONE, paths, strict=True):
+        setattr(stand_in, name, _module(f"{COMPILER}.{name}", path))
+
+
+def _module(name: str, path: Path) -> types.ModuleType:
+    """The module of the file, without the package that it is in."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # it may look itself up
+    spec.loader.exec_module(module)
+    return module
