@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from colotrain.verify import runner
 from tests.dist import hf
 from tests.dist.test_run import losses
 from tests.dist.test_transport import run
+from tests.representatives import half_of_the_day
 from tests.running import SMALL, Colotrain
 
 VERIFY = ("verify", *SMALL, "model.args.num_heads=4", "model.args.num_kv_heads=2")
@@ -64,27 +66,29 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_each_sample(
         assert case["max_abs_gradient"] <= 1e-6
 
 
+ON_FOUR_RANKS = {
+    "plain": BRIEF,
+    "isolated, recomputed, adamw": (
+        *OWN,
+        *("train.activation_checkpointing=full", "--optimizer", "recipe"),
+    ),
+    "bf16": (
+        *("--accumulation", "4", "train.activation_checkpointing=selective"),
+        *("train.precision=bf16", *BRIEF),
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "options",
-    [
-        BRIEF,
-        (*OWN, "train.activation_checkpointing=full", "--optimizer", "recipe"),
-        (
-            *("--accumulation", "4", "train.activation_checkpointing=selective"),
-            *("train.precision=bf16", *BRIEF),
-        ),
-    ],
-    ids=["plain", "isolated, recomputed, adamw", "bf16"],
+    ("options", "cp"), half_of_the_day(itertools.product(ON_FOUR_RANKS, (2, 4)))
 )
 def test_every_plugin_equals_one_process_on_four_ranks(
-    options: tuple[str, ...], documents: str, capsys: pytest.CaptureFixture[str]
+    options: str, cp: int, documents: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases = verified(capsys, "--world-sizes", "4", "--cp", "2,4", documents, *options)
-    assert {(case["plugin"], case["cp"]) for case in cases} == {
-        (p, n) for p in ROWS for n in (2, 4)
-    }
+    more = ON_FOUR_RANKS[options]
+    cases = verified(capsys, "--world-sizes", "4", "--cp", str(cp), documents, *more)
+    assert {(case["plugin"], case["cp"]) for case in cases} == {(p, cp) for p in ROWS}
     assert not [case["difference"] for case in cases if not case["passed"]]
 
 

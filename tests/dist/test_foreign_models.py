@@ -22,7 +22,7 @@ from tests.dist.foreign import AT_PLAN, IN_FORWARD, OF_BLOCKS, SAMPLE, TRAIN, ma
 from tests.dist.test_difficult_models import check, one_reference_for_all_plugins, plan_of
 from tests.dist.test_transport import plan_of as tiny_plan
 from tests.dist.test_transport import run
-from tests.representatives import chosen
+from tests.representatives import chosen, half_of_the_day
 
 __all__ = ["one_reference_for_all_plugins"]
 GATHERING = "tests.dist.gathering"
@@ -52,7 +52,7 @@ def test_all_do_under_every_plugin(
     plugin: str, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "WORKER", worker)
-    check([plan(model, plugin) for model in TRAIN], tmp_path)
+    check([plan(model, plugin) for model in half_of_the_day(TRAIN, of=plugin)], tmp_path)
 
 
 def test_an_error_of_a_tenth_is_found_in_a_layer_in_autocast(
