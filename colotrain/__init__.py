@@ -15,6 +15,8 @@ The Python API is as small as the command line, and lazy: importing it imports n
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 TYPE_CHECKING = False  # importing `typing` would be half of the time until `__main__` begins
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,16 +33,17 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
-    """Return the run plan of `overrides`; raise `ConfigError` with all problems."""
-    import random
+    """Return the run plan of `overrides`; raise `ConfigError` with all problems.
 
-    numbers = random.getstate()  # `rich` draws some when it is imported
-    try:
+    The user's modules are imported in another process, as they stand in their files: a run that
+    begins now trains the same.
+    """
+    with _caller_s_state():
+        from colotrain.launch.server.forkserver import warm_up
         from colotrain.runs.resolving import plan_from
 
+        warm_up(to_plan=True)
         return plan_from(overrides)
-    finally:
-        random.setstate(numbers)
 
 
 def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False) -> dict[str, Any]:
@@ -53,19 +56,10 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     """
     _refuse_while_imported()
     _refuse_threads()
-    import os
-    import random
-
-    numbers, environment = random.getstate(), dict(os.environ)
-    try:
+    with _caller_s_state():
         from colotrain.runs.start import run_quietly
 
         return run_quietly(list(overrides), progress=progress, force=force)
-    finally:
-        random.setstate(numbers)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
 
 
 def read_run(name: str | None = None) -> RunView:
@@ -85,6 +79,22 @@ def gradients(model: nn.Module) -> Iterator[GradView]:
     from colotrain.engine.gradients.gradients import read
 
     return read(model)
+
+
+@contextmanager
+def _caller_s_state() -> Iterator[None]:
+    """Leave Python's random numbers, which `rich` draws, and the environment as they are."""
+    import os
+    import random
+
+    numbers, environment = random.getstate(), dict(os.environ)
+    try:
+        yield
+    finally:
+        random.setstate(numbers)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
 
 
 def _refuse_threads() -> None:

@@ -18,7 +18,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.fold import follow as view_of
 from colotrain.events.liveness import find
 from colotrain.launch.rendezvous import Node
-from colotrain.launch.server.forkserver import warm_up
+from colotrain.launch.server.forkserver import end_unfit_server, warm_up
 from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.records import as_override
@@ -135,6 +135,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     from rich.console import Console
 
     began_at = time.time()
+    end_unfit_server()
     warm_up()
     resolved = resolve_config(overrides)
     if not force:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.checkpoints import read_whole
 from tests.dist import hf
 from tests.dist.conftest import Colotrain
 from tests.dist.test_run import losses
+from tests.representatives import half_of_the_day
 
 pytest.importorskip("transformers")
 
@@ -74,10 +76,12 @@ def test_every_plugin_trains_and_exports_as_plain_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hf.make_directory(kind, tmp_path / kind)
-    plans = [plan_of(kind, folder, p, *v) for p in ROWS for v in (*variants(kind), ())]
+    more = list(itertools.product(ROWS, variants(kind)))
     for way in ("full", "selective"):
         recompute = f"train.activation_checkpointing={way}"
-        plans += [plan_of(kind, folder, "zero3", recompute, *v) for v in variants(kind)]
+        more += [("zero3", (recompute, *variant)) for variant in variants(kind)]
+    settings = [*((plugin, ()) for plugin in ROWS), *half_of_the_day(more, of=kind)]
+    plans = [plan_of(kind, folder, plugin, *variant) for plugin, variant in settings]
 
     def reference(plan: RunPlan, *, steps: int) -> Trajectory:
         return hf.fine_tune(plan, adapters_at_first(plan), steps=steps)

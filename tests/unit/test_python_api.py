@@ -1,4 +1,4 @@
-"""The Python API leaves a script's random numbers and environment as they were."""
+"""The Python API: a script keeps its state, and plans and runs are of what it is now."""
 
 from __future__ import annotations
 
@@ -58,3 +58,78 @@ def test_a_run_s_environment_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> No
         colotrain.run(["recipe=mine"])
     assert dict(os.environ) == before
     assert random.random() == random.Random(3).random()
+
+
+MODEL = """
+import os
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return (self.weight * x).square().mean() * float(os.environ.get("SCALE", "1"))
+
+def samples():
+    return [{"x": torch.ones(1) * n} for n in range(8)]
+"""
+OF_MODEL = ["model.target=mine:Model", "data.target=mine:samples", "train.global_batch=4"]
+WITHOUT_GUARD = """
+import os, sys
+import colotrain
+
+print("script")
+settings = sys.argv[1:]
+print(colotrain.resolve(settings).parameters.trainable)
+with open("mine.py") as file:
+    text = file.read()
+with open("mine.py", "w") as file:
+    file.write(text.replace("width=4", "width=600"))
+print(colotrain.resolve(settings).parameters.trainable)
+print("mine" in sys.modules, "torch" in sys.modules)
+"""
+CHANGED = """
+import os, sys
+import colotrain
+
+def first_loss(name, folder):
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    return colotrain.run([*sys.argv[1:], f"name={name}"])["loss"]["history"][0][1]
+
+if __name__ == "__main__":
+    here = os.getcwd()
+    plain = first_loss("a", here)
+    os.environ["SCALE"] = "3"
+    scaled = first_loss("b", f"{here}/elsewhere")
+    del os.environ["SCALE"]
+    again = first_loss("c", here)
+    print(round(scaled / plain, 4), again == plain)
+"""
+
+
+def script(text: str, folder: Path, *arguments: str) -> list[str]:
+    """The lines that a script of the user's prints, beside the module `mine`."""
+    (folder / "mine.py").write_text(MODEL)
+    (folder / "script.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "script.py", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{folder}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_plan_is_of_the_model_as_it_stands_in_its_file_and_needs_no_guard(tmp_path: Path) -> None:
+    lines = script(WITHOUT_GUARD, tmp_path, *OF_MODEL)
+    assert lines == ["script", "4", "600", "False False"]
+
+
+def test_ranks_have_the_environment_and_folder_of_the_run_that_they_are_of(tmp_path: Path) -> None:
+    assert script(CHANGED, tmp_path, *OF_MODEL, "train.max_steps=1") == ["3.0 True"]

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from colotrain.errors import ColotrainError
 from colotrain.parent_process import die_with
 from colotrain.spec.exit_codes import signal_name
 
+NAME = "colotrain: plan"
 LIMIT_S = 600.0
 """Maximum seconds of a call: as long as a rank may be silent until its first step."""
 
@@ -93,7 +95,7 @@ class ForkedCaller:
             raise NotForked from error
         self._pipe, theirs = context.Pipe()
         about = (theirs, os.getpid(), os.getcwd(), dict(os.environ))
-        self._process = context.Process(target=answer, args=about, daemon=True)
+        self._process = context.Process(target=answer, args=about, daemon=True, name=NAME)
         self._forking = threading.Thread(target=_fork, args=(self._process, theirs), daemon=True)
         self._forking.start()  # it waits for the server's imports
         return self._pipe
@@ -125,9 +127,30 @@ class ForkedCaller:
 
 def _fork(process: Any, theirs: Connection) -> None:
     """Fork the process; runs on a thread."""
-    with suppress(Exception):  # the parent sees the closed pipe
+    with suppress(Exception), _without_main():  # the parent sees the closed pipe
         process.start()
     theirs.close()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Let the process leave out the caller's script, of which it needs nothing.
+
+    multiprocessing imports it again in each of its processes: without a guard, a script that makes
+    a plan would begin anew there.
+    """
+    prepare = spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = prepare(name)
+        of_main = ("init_main_from_name", "init_main_from_path") if name == NAME else ()
+        return {key: value for key, value in found.items() if key not in of_main}
+
+    spawn.get_preparation_data = prepared
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare
 
 
 def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[str, str]) -> None:

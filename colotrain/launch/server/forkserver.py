@@ -66,6 +66,8 @@ them could not merge: this cost up to 10 % of a rank's memory and 4 % of a step'
 
 
 _preloaded: list[str] = []
+_environment: dict[str, str] = {}
+"""Of this process when it started the server."""
 
 
 def is_warm(*, to_launch: bool = False) -> bool:
@@ -82,12 +84,28 @@ def warm_up(*, to_plan: bool = False) -> None:
         return  # the command reports this error
     _preloaded[:] = _preloaded or (PRELOAD_TO_PLAN if to_plan else PRELOAD)
     os.environ.update(environment())  # before torch is imported here or there
+    if not _environment:
+        _environment.update(os.environ)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
     with _group_signals_ignored(), _safe_path():
         resource_tracker.ensure_running()
     threading.Thread(target=_ensure_running, daemon=True).start()
     atexit.register(end_server)
+
+
+def end_unfit_server() -> None:
+    """End a server that imported only what planning needs, or has another environment than this
+    process, whose caller may have changed variables: workers would not have them.
+    """
+    environment_now = os.environ | environment()
+    if not _preloaded or (is_warm(to_launch=True) and _environment == environment_now):
+        return
+    end_server()
+    if pid := _server_pid():
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # multiprocessing reaps it
+    _preloaded.clear()
+    _environment.clear()
 
 
 def _ensure_running() -> None:
@@ -98,15 +116,19 @@ def _ensure_running() -> None:
 
 def end_server() -> None:
     """Kill the server, so that a reader of this process's output need not wait for its imports."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid:
+    if pid := _server_pid():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
+def _server_pid() -> int | None:
+    found: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return found
+
+
 def how_server_ended() -> str:
     """Return how the server ended, for example `was killed by SIGKILL`; empty while it runs."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    pid = _server_pid()
     if not pid:
         return ""
     try:  # without reaping it: multiprocessing does, when it starts another
