@@ -328,7 +328,19 @@ def test_a_trial_ends_when_its_time_is_up() -> None:
         return square(rows).mean()
 
     assert examine(Model(mean), {"x": torch.randn(4, 4)}, budget_s=0.1) == Findings()
-    assert calls == [4]
+    assert calls == [2]
+
+
+def test_a_forward_of_a_trial_has_two_samples_at_most() -> None:
+    """A step of micro-batch 1 may be all that there is memory for."""
+    calls = []
+
+    def mean(rows: Tensor) -> Tensor:
+        calls.append(len(rows))
+        return square(rows).mean()
+
+    assert examine(Model(mean), {"x": torch.randn(4, 4)}).against == ""
+    assert max(calls) == 2
 
 
 @pytest.mark.parametrize("kind", ["Bert", "DistilBert"])

@@ -43,6 +43,8 @@ MOST_OTHER_LABELS = 16
 """Labels that are tried in another's place: half precision may round away what one changes."""
 MOST_SAMPLES = 4
 """Samples of a trial."""
+MOST_AT_ONCE = 2
+"""Samples of a forward: more would need more memory than a step of micro-batch 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +145,10 @@ def examine(
     for everything in (True, False):
         with unchanged(model, device, everything=everything):
             trial = _Trial(model, stage, time.monotonic() + budget_s)
-            whole = trial.loss(_rows(samples, 0, 1) if stage.count > 1 else samples)
+            first = _rows(samples, 0, MOST_AT_ONCE)
+            whole = trial.loss(_rows(samples, 0, 1) if stage.count > 1 else first)
             if whole is not None or stage.count > 1:
-                rule = trial.rule_of(whole, samples, rule)
+                rule = trial.rule_of(whole, first, rule)
             if whole is not None and stage.count == 1:
                 rule, against = trial.compare(whole, samples, rule, tolerance)
             stage.end_step()
