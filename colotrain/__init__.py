@@ -39,11 +39,9 @@ def resolve(overrides: Sequence[str]) -> RunPlan:
     begins now trains the same.
     """
     with _caller_s_state():
-        from colotrain.launch.server.forkserver import warm_up
-        from colotrain.runs.resolving import plan_from
+        from colotrain.runs.resolving import plan_apart
 
-        warm_up(to_plan=True)
-        return plan_from(overrides)
+        return plan_apart(overrides)
 
 
 def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False) -> dict[str, Any]:

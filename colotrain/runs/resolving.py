@@ -13,7 +13,7 @@ from colotrain.config.shipped import run_holding
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forked_calls import ForkedCaller
-from colotrain.launch.server.forkserver import import_agent, is_warm
+from colotrain.launch.server.forkserver import import_agent, is_warm, warm_up
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.plugin import PlanningContext
@@ -59,6 +59,12 @@ class ResolvedConfig:
 def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
     """Return the plan that the arguments describe; raise `ConfigError` with all problems."""
     return resolve_config(overrides, here=here).plan
+
+
+def plan_apart(overrides: Sequence[str]) -> RunPlan:
+    """`plan_from`, with the user's modules and torch imported in processes of their own."""
+    warm_up(to_plan=True)
+    return plan_from(overrides)
 
 
 def resolve_config(

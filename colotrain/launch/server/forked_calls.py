@@ -137,7 +137,7 @@ def _without_main() -> Iterator[None]:
     """Let the process leave out the caller's script, of which it needs nothing.
 
     multiprocessing imports it again in each of its processes: without a guard, a script that makes
-    a plan would begin anew there.
+    a plan would run again there.
     """
     prepare = spawn.get_preparation_data
 
