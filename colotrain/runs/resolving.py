@@ -29,6 +29,8 @@ from colotrain.spec.schedulers import job_here
 from colotrain.spec.survey import Survey
 
 MOST_RANKS_PER_CORE = 16
+OF_SCRIPT = "__main__:"
+"""How settings name what the script itself defines that calls the Python API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,12 @@ def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
 
 
 def plan_apart(overrides: Sequence[str]) -> RunPlan:
-    """`plan_from`, with the user's modules and torch imported in processes of their own."""
-    warm_up(to_plan=True)
+    """`plan_from`, with the user's modules and torch imported in processes of their own.
+
+    What the calling script itself defines is taken from here: it need not have a main guard.
+    """
+    if not any(OF_SCRIPT in text for text in overrides):
+        warm_up(to_plan=True)
     return plan_from(overrides)
 
 
@@ -193,7 +199,7 @@ def _resolve(
     from colotrain.show.progress import preparation
 
     meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
-    with ForkedCaller(meanwhile=meanwhile) as caller:
+    with ForkedCaller(meanwhile=meanwhile, with_script=OF_SCRIPT in repr(config)) as caller:
         surveys = ModelSurveys(caller, lambda: preparation(stderr_console()))
         resolved = resolve(config, surveys=surveys, machine=machine, found=found, smoke=smoke)
         if obstacles is not None:

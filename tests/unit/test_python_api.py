@@ -108,6 +108,15 @@ if __name__ == "__main__":
     again = first_loss("c", here)
     print(round(scaled / plain, 4), again == plain)
 """
+OF_ITSELF = f"""{MODEL}
+import colotrain
+
+if __name__ == "__main__":
+    settings = ["model.target=__main__:Model", "data.target=__main__:samples"]
+    settings += ["train.global_batch=4", "train.max_steps=1"]
+    print(colotrain.resolve(settings).parameters.trainable)
+    print(colotrain.run(settings)["status"])
+"""
 
 
 def script(text: str, folder: Path, *arguments: str) -> list[str]:
@@ -133,3 +142,7 @@ def test_a_plan_is_of_the_model_as_it_stands_in_its_file_and_needs_no_guard(tmp_
 
 def test_ranks_have_the_environment_and_folder_of_the_run_that_they_are_of(tmp_path: Path) -> None:
     assert script(CHANGED, tmp_path, *OF_MODEL, "train.max_steps=1") == ["3.0 True"]
+
+
+def test_a_model_may_be_the_script_s_own(tmp_path: Path) -> None:
+    assert script(OF_ITSELF, tmp_path) == ["4", "finished"]

@@ -23,7 +23,8 @@ from colotrain.errors import ColotrainError
 from colotrain.parent_process import die_with
 from colotrain.spec.exit_codes import signal_name
 
-NAME = "colotrain: plan"
+WITHOUT_SCRIPT = "without script"
+"""Name of a process that imports no script."""
 LIMIT_S = 600.0
 """Maximum seconds of a call: as long as a rank may be silent until its first step."""
 
@@ -35,11 +36,15 @@ class NotForked(Exception):
 class ForkedCaller:
     """Calls functions in another process, which is forked at the first call.
 
-    `meanwhile` runs here while that first call is awaited. On leaving the `with` block the process
-    is killed; each later call forks another process for itself.
+    `meanwhile` runs here while that first call is awaited. `with_script`: the process imports this
+    process's script, as multiprocessing's do, because functions of `__main__` will be asked for.
+    On leaving the `with` block the process is killed; each later call forks another for itself.
     """
 
-    def __init__(self, *, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, *, meanwhile: Callable[[], None] = lambda: None, with_script: bool = False
+    ) -> None:
+        self.with_script = with_script
         self._meanwhile = meanwhile
         self._process: Any = None
         self._pipe: Connection | None = None
@@ -95,7 +100,8 @@ class ForkedCaller:
             raise NotForked from error
         self._pipe, theirs = context.Pipe()
         about = (theirs, os.getpid(), os.getcwd(), dict(os.environ))
-        self._process = context.Process(target=answer, args=about, daemon=True, name=NAME)
+        name = None if self.with_script else WITHOUT_SCRIPT
+        self._process = context.Process(target=answer, args=about, daemon=True, name=name)
         self._forking = threading.Thread(target=_fork, args=(self._process, theirs), daemon=True)
         self._forking.start()  # it waits for the server's imports
         return self._pipe
@@ -127,14 +133,14 @@ class ForkedCaller:
 
 def _fork(process: Any, theirs: Connection) -> None:
     """Fork the process; runs on a thread."""
-    with suppress(Exception), _without_main():  # the parent sees the closed pipe
+    with suppress(Exception), _without_script():  # the parent sees the closed pipe
         process.start()
     theirs.close()
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Let the process leave out the caller's script, of which it needs nothing.
+def _without_script() -> Iterator[None]:
+    """Let processes of the name `WITHOUT_SCRIPT` leave out the caller's script.
 
     multiprocessing imports it again in each of its processes: without a guard, a script that makes
     a plan would run again there.
@@ -143,8 +149,8 @@ def _without_main() -> Iterator[None]:
 
     def prepared(name: str) -> dict[str, Any]:
         found: dict[str, Any] = prepare(name)
-        of_main = ("init_main_from_name", "init_main_from_path") if name == NAME else ()
-        return {key: value for key, value in found.items() if key not in of_main}
+        of_script = ("init_main_from_name", "init_main_from_path") if name == WITHOUT_SCRIPT else ()
+        return {key: value for key, value in found.items() if key not in of_script}
 
     spawn.get_preparation_data = prepared
     try:
