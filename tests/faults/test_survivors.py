@@ -117,7 +117,8 @@ def test_a_kill_in_a_step_and_one_while_ranks_start_again(colotrain: Colotrain) 
     assert len(found) == 6
     for name in ("kill-over", "begin-over"):
         assert seconds_to_restart(events, colotrain.cwd / name) < WITHIN_S
-    assert [cause[:30] for cause in causes(events)] == ["rank 1 was killed by SIGKILL; "] * 2
+    # the kernel counts all processes that it ends for want of memory: another test has some
+    assert [cause[:28] for cause in causes(events)] == ["rank 1 was killed by SIGKILL"] * 2
 
 
 def test_an_error_of_one_rank_while_another_computes(colotrain: Colotrain) -> None:
