@@ -38,7 +38,7 @@ def resolve(overrides: Sequence[str]) -> RunPlan:
     The user's modules are imported in another process, as they stand in their files: a run that
     begins now trains the same.
     """
-    with _caller_s_state():
+    with _keep_callers_state():
         from colotrain.runs.resolving import plan_apart
 
         return plan_apart(overrides)
@@ -54,7 +54,7 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     """
     _refuse_while_imported()
     _refuse_threads()
-    with _caller_s_state():
+    with _keep_callers_state():
         from colotrain.runs.start import run_quietly
 
         return run_quietly(list(overrides), progress=progress, force=force)
@@ -80,8 +80,8 @@ def gradients(model: nn.Module) -> Iterator[GradView]:
 
 
 @contextmanager
-def _caller_s_state() -> Iterator[None]:
-    """Leave Python's random numbers, which `rich` draws, and the environment as they are."""
+def _keep_callers_state() -> Iterator[None]:
+    """Give the caller back its random numbers, which `rich` draws, and its environment."""
     import os
     import random
 

@@ -31,6 +31,7 @@ ALONE = ("config", "_trace_wrapped_higher_order_op")
 import."""
 
 _allowed: list[Callable[..., Any]] = []
+"""Functions that the compiler, once it is imported, is to take as they are."""
 
 
 class Postponed(types.ModuleType):

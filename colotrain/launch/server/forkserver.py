@@ -95,11 +95,12 @@ def warm_up(*, to_plan: bool = False) -> None:
 
 
 def end_unfit_server() -> None:
-    """End a server that imported only what planning needs, or has another environment than this
-    process, whose caller may have changed variables: workers would not have them.
+    """End a server from which workers would start slowly or with old environment variables.
+
+    It has imported only what planning needs, or variables of this process have changed since.
     """
-    environment_now = os.environ | environment()
-    if not _preloaded or (is_warm(to_launch=True) and _environment == environment_now):
+    is_current = _environment == os.environ | environment()
+    if not _preloaded or (is_warm(to_launch=True) and is_current):
         return
     end_server()
     if pid := _server_pid():
