@@ -49,10 +49,12 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
 
     Its `status` tells a run that was stopped from one that finished. A run that fails raises
     `ColotrainError` with the first cause; a plan that does not fit raises `DoesNotFit` (unless
-    `force`). With `progress`, the run's progress is shown on stderr. Scripts must call this under
-    `if __name__ == "__main__"`, as with everything that starts processes, and in the main thread.
+    `force`). With `progress`, the run's progress is shown on stderr. Call it in the main thread,
+    and under `if __name__ == "__main__"` where settings name what the script itself defines.
     """
-    _refuse_while_imported()
+    from colotrain.callers_script import refuse_run_in_import
+
+    refuse_run_in_import()
     _refuse_threads()
     with _keep_callers_state():
         from colotrain.runs.start import run_quietly
@@ -106,15 +108,3 @@ def _refuse_threads() -> None:
         "colotrain.run was called in a thread, where no signal can be handled",
         "call it in the main thread, or start `colotrain run` as a process",
     )
-
-
-def _refuse_while_imported() -> None:
-    """End a process of a run that, as it imports the user's script, would begin the run again."""
-    import multiprocessing
-    import sys
-
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        problem = "each process of a run imports this script, which calls colotrain again"
-        fix = 'put the call under `if __name__ == "__main__":`'
-        print(f"error: {problem}; {fix}", file=sys.stderr, flush=True)  # a fork server prints none
-        raise SystemExit(1)

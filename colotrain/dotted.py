@@ -122,7 +122,11 @@ def _missing(key: str, dotted: str, module_name: str) -> ConfigError:
 
 def _broken(key: str, dotted: str, module_name: str, error: Exception) -> ConfigError:
     expected = f"a module that imports (it raised {described(error)})"
-    return _wrong(key, dotted, expected, f'make `python -c "import {module_name}"` work')
+    fix = f'make `python -c "import {module_name}"` work'
+    if isinstance(error, ColotrainError):  # colotrain's, called as the module is imported
+        fix = error.fix or fix
+        expected = f"a module that imports (it raised: {error.problem}, {users_line(error)})"
+    return _wrong(key, dotted, expected, fix)
 
 
 def _form_hint(dotted: str) -> str:

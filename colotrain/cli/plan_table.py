@@ -170,9 +170,11 @@ def _evaluations(plan: RunPlan, document: dict[str, Any]) -> str:
     often = f"{_interval(train.eval_every, train)}{first}after the last"
     num = "all" if steps == "all" else f"at most {steps} global batch{'es' * (steps > 1)} of"
     only = ""
-    if data.source == "target" and data.validation_fraction and held is None:
+    if data.source == "target" and held is None:
         share = f"the last {100 * data.validation_fraction:.3g} % of the dataset"
         only = f" ({share}, unless its function takes `split`; data.validation_fraction=0: none)"
+        if not data.validation_fraction:
+            only = " (none, unless its function takes `split`: data.validation_fraction=0)"
     return f"{often}; {num} validation samples{only}{_of_all(plan)}"
 
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from colotrain.addresses import LOOPBACK
+from colotrain.callers_script import named_by
 from colotrain.launch.copy_keeper import MemoryFiles
 from colotrain.launch.node_registry import Left, NotNeeded, Stopped
 from colotrain.launch.rendezvous import Rendezvous
@@ -56,7 +57,7 @@ class Agent(LocalElasticAgent):
             role="worker",
             local_world_size=plan.cluster.procs_per_node,
             entrypoint=work,
-            args=(launch.worker, str(launch.rundir.path), os.getpid(), "", "", ()),
+            args=(launch.worker, str(launch.rundir.path), os.getpid(), "", "", (), named_by(plan)),
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
@@ -129,7 +130,7 @@ class Agent(LocalElasticAgent):
         if self.rendezvous.files.handles:
             places = json.dumps(to_plain(self.rendezvous.copy_places()))
         digests = (self.rendezvous.plan_digest, *self.launch.case_digests)
-        spec.args = (*spec.args[:-3], places, self.rendezvous.key, digests)
+        spec.args = (*spec.args[:3], places, self.rendezvous.key, digests, spec.args[-1])
         with without_results():
             result: dict[int, Any] = super()._start_workers(worker_group)
             return result

@@ -89,7 +89,7 @@ class ModelSurveys:
         The process is one of its own: a table with values that the user's code keeps there is of no
         use to forwards without values.
         """
-        alone = replace(self, caller=ForkedCaller(with_script=self.caller.with_script))
+        alone = replace(self, caller=ForkedCaller(script=self.caller.script))
         about = data.of_samples(), data.packing, seed
         try:
             return alone._cached(LossStudy, about, "study_loss", model, data, seed, data=data)

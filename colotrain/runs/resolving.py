@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain import host
+from colotrain.callers_script import NAMED, named_by
 from colotrain.config.checks import split_address
 from colotrain.config.shipped import run_holding
 from colotrain.errors import ConfigError, DoesNotFit, Problem
@@ -29,8 +30,6 @@ from colotrain.spec.schedulers import job_here
 from colotrain.spec.survey import Survey
 
 MOST_RANKS_PER_CORE = 16
-OF_SCRIPT = "__main__:"
-"""How settings name what the script itself defines that calls the Python API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def plan_apart(overrides: Sequence[str]) -> RunPlan:
 
     What the calling script itself defines is taken from here: it need not have a main guard.
     """
-    if not any(OF_SCRIPT in text for text in overrides):
+    if NAMED not in repr(overrides):
         warm_up(to_plan=True)
     return plan_from(overrides)
 
@@ -199,7 +198,7 @@ def _resolve(
     from colotrain.show.progress import preparation
 
     meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
-    with ForkedCaller(meanwhile=meanwhile, with_script=OF_SCRIPT in repr(config)) as caller:
+    with ForkedCaller(meanwhile=meanwhile, script=named_by(config)) as caller:
         surveys = ModelSurveys(caller, lambda: preparation(stderr_console()))
         resolved = resolve(config, surveys=surveys, machine=machine, found=found, smoke=smoke)
         if obstacles is not None:

@@ -216,22 +216,3 @@ def test_the_python_api_trains_looks_and_draws(tmp_path: Path) -> None:
     assert "embed.weight                     frozen" in done.stdout
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import torch\nNet = torch.nn.Linear\ndef data(): return [{'input': torch.ones(2)}] * 8\n"
-    )
-    keys = ["model.target=own:Net", "model.args={in_features: 2, out_features: 1}"]
-    keys += ["data.target=own:data", "train.global_batch=4"]
-    (tmp_path / "script.py").write_text(f"import colotrain\ncolotrain.run({keys})\n")
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said == [
-        "error: each process of a run imports this script, which calls colotrain again; "
-        'put the call under `if __name__ == "__main__":`'
-    ]

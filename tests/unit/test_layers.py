@@ -23,7 +23,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = (
     "addresses errors records dotted rundir signatures parent_process host connections timeouts "
-    "certificates cache_folder current_folder user_modules forked lost_peers"
+    "certificates cache_folder current_folder user_modules forked lost_peers callers_script"
 )
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
 EXTRAS = "transformers huggingface_hub peft datasets tensorboard wandb mlflow pynvml matplotlib"

@@ -119,11 +119,26 @@ if __name__ == "__main__":
 """
 
 
+RUN = """
+import sys
+import colotrain
+
+print(colotrain.run([*sys.argv[1:], "train.max_steps=1", "cluster.procs_per_node=2"])["status"])
+"""
+TWICE = "processes of a run import this file, which calls colotrain.run again"
+
+
 def script(text: str, folder: Path, *arguments: str) -> list[str]:
     """The lines that a script of the user's prints, beside the module `mine`."""
+    done = process(text, folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def process(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(MODEL)
     (folder / "script.py").write_text(text)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "script.py", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{folder}"},
@@ -131,8 +146,6 @@ def script(text: str, folder: Path, *arguments: str) -> list[str]:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_a_plan_is_of_the_model_as_it_stands_in_its_file_and_needs_no_guard(tmp_path: Path) -> None:
@@ -146,3 +159,21 @@ def test_ranks_have_the_environment_and_folder_of_the_run_that_they_are_of(tmp_p
 
 def test_a_model_may_be_the_script_s_own(tmp_path: Path) -> None:
     assert script(OF_ITSELF, tmp_path) == ["4", "finished"]
+
+
+def test_a_run_of_other_modules_needs_no_guard(tmp_path: Path) -> None:
+    assert script(f"print('script'){RUN}", tmp_path, *OF_MODEL) == ["script", "finished"]
+
+
+@pytest.mark.parametrize("module", ["__main__", "script"])
+def test_a_script_that_its_run_imports_is_told_of_the_missing_guard(
+    module: str, tmp_path: Path
+) -> None:
+    settings = [text.replace("mine:", f"{module}:") for text in OF_MODEL]
+    done = process(f"{MODEL}{RUN}", tmp_path, *settings)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count(TWICE) == 1
+    last = done.stderr.splitlines()[-1]
+    assert TWICE in last
+    assert 'put the call under `if __name__ == "__main__":`' in last
+    assert not (tmp_path / "runs").exists()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
+from colotrain.callers_script import Context
 from colotrain.data.prepare import corpora, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
@@ -431,9 +430,6 @@ MOST_WORKERS = 16
 AHEAD = 2
 """Pieces of work per process that are in progress at once, which bounds memory."""
 
-_MAIN_NAMES = ("__spec__", "__file__")
-"""Attributes with which multiprocessing finds the main module."""
-
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
@@ -462,17 +458,15 @@ def in_order(
         begin(*args)
         yield from map(function, chain(first, stream))  # lazily
         return
-    context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), begin, args)
+        workers, mp_context=Context(), initializer=_begin, initargs=(os.getpid(), begin, args)
     )
     waiting: deque[Future[Result]] = deque()
     try:
         for piece in chain(first, stream):
             if len(waiting) >= AHEAD * workers:
                 yield waiting.popleft().result()
-            with _main_hidden():  # processes are started when there is work for them
-                waiting.append(pool.submit(function, piece))
+            waiting.append(pool.submit(function, piece))
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
@@ -480,21 +474,6 @@ def in_order(
         raise ColotrainError(problem, "is memory short? try data.workers=1") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Keep processes that are started inside from loading this one's main module.
-
-    They need nothing of it, and it may be a script without a guard, a notebook or stdin.
-    """
-    main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in _MAIN_NAMES if name in main.__dict__}
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        main.__dict__.update(hidden)
 
 
 def _begin(parent: int, begin: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -15,16 +15,15 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+from colotrain.callers_script import Context, Script, belong_to_run, import_script
 from colotrain.errors import ColotrainError
 from colotrain.parent_process import die_with
 from colotrain.spec.exit_codes import signal_name
 
-WITHOUT_SCRIPT = "without script"
-"""Name of a process that imports no script."""
+IMPORT = f"{import_script.__module__}:{import_script.__name__}"
 LIMIT_S = 600.0
 """Maximum seconds of a call: as long as a rank may be silent until its first step."""
 
@@ -36,15 +35,15 @@ class NotForked(Exception):
 class ForkedCaller:
     """Calls functions in another process, which is forked at the first call.
 
-    `meanwhile` runs here while that first call is awaited. `with_script`: the process imports this
-    process's script, as multiprocessing's do, because functions of `__main__` will be asked for.
-    On leaving the `with` block the process is killed; each later call forks another for itself.
+    `meanwhile` runs here while that first call is awaited. `script`: one that the process imports
+    first, because functions of `__main__` will be asked for. On leaving the `with` block the
+    process is killed; each later call forks another for itself.
     """
 
     def __init__(
-        self, *, meanwhile: Callable[[], None] = lambda: None, with_script: bool = False
+        self, *, meanwhile: Callable[[], None] = lambda: None, script: Script | None = None
     ) -> None:
-        self.with_script = with_script
+        self.script = script or {}
         self._meanwhile = meanwhile
         self._process: Any = None
         self._pipe: Connection | None = None
@@ -94,16 +93,20 @@ class ForkedCaller:
         return found
 
     def _open(self) -> Connection:
-        try:
-            context = multiprocessing.get_context("forkserver")
-        except ValueError as error:  # the platform has no fork server
-            raise NotForked from error
+        if "forkserver" not in multiprocessing.get_all_start_methods():
+            raise NotForked
+        context = Context()
         self._pipe, theirs = context.Pipe()
         about = (theirs, os.getpid(), os.getcwd(), dict(os.environ))
-        name = None if self.with_script else WITHOUT_SCRIPT
-        self._process = context.Process(target=answer, args=about, daemon=True, name=name)
+        self._process = context.Process(target=answer, args=about, daemon=True)
         self._forking = threading.Thread(target=_fork, args=(self._process, theirs), daemon=True)
         self._forking.start()  # it waits for the server's imports
+        if self.script:
+            try:
+                self._ask(IMPORT, (self.script,))
+            except BaseException:
+                self.close()
+                raise
         return self._pipe
 
     def _lost(self) -> Exception:
@@ -133,30 +136,9 @@ class ForkedCaller:
 
 def _fork(process: Any, theirs: Connection) -> None:
     """Fork the process; runs on a thread."""
-    with suppress(Exception), _without_script():  # the parent sees the closed pipe
+    with suppress(Exception):  # the parent sees the closed pipe
         process.start()
     theirs.close()
-
-
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Let processes of the name `WITHOUT_SCRIPT` leave out the caller's script.
-
-    multiprocessing imports it again in each of its processes: without a guard, a script that makes
-    a plan would run again there.
-    """
-    prepare = spawn.get_preparation_data
-
-    def prepared(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = prepare(name)
-        of_script = ("init_main_from_name", "init_main_from_path") if name == WITHOUT_SCRIPT else ()
-        return {key: value for key, value in found.items() if key not in of_script}
-
-    spawn.get_preparation_data = prepared
-    try:
-        yield
-    finally:
-        spawn.get_preparation_data = prepare
 
 
 def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[str, str]) -> None:
@@ -165,6 +147,7 @@ def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[st
     `launcher` is a process id; `folder` and `environment` are the launcher's.
     """
     die_with(launcher)
+    belong_to_run()
     multiprocessing.current_process().daemon = False  # or the user's code could make no pools
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent when the launcher exits
     os.environ.clear()

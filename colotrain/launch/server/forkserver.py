@@ -21,11 +21,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from colotrain import host
+from colotrain import callers_script, host
+from colotrain.callers_script import Script, belong_to_run, import_script
 from colotrain.dotted import new_python
 from colotrain.errors import UsageError
 from colotrain.parent_process import die_with
@@ -204,7 +204,7 @@ class Nothing:
         return True
 
 
-class Context(ForkServerContext):
+class Context(callers_script.Context):
     """Fork server context without the queues and events that torch creates per worker.
 
     Their semaphores have names in /dev/shm, which would remain if all processes were killed at
@@ -237,12 +237,13 @@ def work(
     places: str,
     key: str,
     digests: tuple[str, ...],
+    script: Script,
 ) -> None:
     """Body of a worker process: `module.main(rundir, *digests)`, whose result is the exit code.
 
     An exception is printed to the worker's log. `launcher` is the launcher's process id, `places`
-    are its `CopyPlaces`, as JSON, if it keeps copies, `key` is the secret of the round, and
-    `digests` are those of the plans that the worker reads.
+    are its `CopyPlaces`, as JSON, if it keeps copies, `key` is the secret of the round, `digests`
+    are those of the plans that the worker reads, and `script` is what it imports first.
 
     It exits without returning: torch's agent would receive the result over a queue, whose locks a
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
@@ -254,7 +255,9 @@ def work(
     if places:
         os.environ[COPY_PLACES] = places
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
+    belong_to_run()
     try:
+        import_script(script)
         code = importlib.import_module(module).main(rundir, *digests)
     except UsageError as error:
         sys.stderr.write("\n".join(error.lines()) + "\n")
