@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from colotrain.spec.cpu_memory import NUM_SLOTS
@@ -10,6 +11,7 @@ from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.pipeline_schedule import in_flight, slots_around
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
+from colotrain.spec.survey import COMPILER, TRANSFORMERS
 
 STATE_BYTES = 4
 """Bytes per element of optimizer state, which has the dtype of its parameter: here fp32."""
@@ -18,8 +20,9 @@ CPU_BASELINE_BYTES = 257 << 20
 model, and 8 to 15 MiB of library pages first touched in training."""
 CUDA_BUILD_BYTES = 158 << 20
 """Memory added by the libraries of a CUDA build of torch where there is no GPU (2.11.0+cu130)."""
-TRANSFORMERS_BYTES = 55 << 20
-"""Memory added to a rank by importing transformers and one of its models' code."""
+LIBRARY_BYTES = {TRANSFORMERS: 55 << 20, COMPILER: 100 << 20}
+"""Memory added to a rank on the CPU by a library: transformers with the code of one model, the
+compiler with what it takes while it compiles (torch 2.13: 74 MiB once imported)."""
 CUDA_BASELINE_BYTES = 800 << 20
 """Memory of a CUDA context, about 0.5 GiB, and NCCL's channels."""
 
@@ -108,7 +111,7 @@ def layout_of(
     device: str = "cpu",
     on_one_node: bool = False,
     records_gradients: bool = False,
-    uses_transformers: bool = False,
+    libraries: tuple[str, ...] = (),
 ) -> Layout:
     """The layout of a resolved plugin and batch.
 
@@ -130,7 +133,7 @@ def layout_of(
         split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,
         records_gradients=records_gradients,
-        baseline=baseline_bytes(device, uses_transformers=uses_transformers),
+        baseline=baseline_bytes(device, libraries),
     )
 
 
@@ -147,7 +150,7 @@ def counter_bytes(optim: OptimPlan) -> int:
     return 4 if optimizer_of(optim.name).counts_steps else 0
 
 
-def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
+def baseline_bytes(device: str, libraries: Iterable[str]) -> int:
     """Bytes that a worker holds before the model is built.
 
     On CPU: the interpreter with torch, most of it inherited from the server that workers are forked
@@ -156,4 +159,4 @@ def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
     if device == "cuda":
         return CUDA_BASELINE_BYTES
     added = CUDA_BUILD_BYTES if torch_has_cuda() else 0
-    return CPU_BASELINE_BYTES + added + (TRANSFORMERS_BYTES if uses_transformers else 0)
+    return CPU_BASELINE_BYTES + added + sum(LIBRARY_BYTES[name] for name in libraries)

@@ -27,7 +27,7 @@ from colotrain.spec.plan import (
     Recompute,
     TrainPlan,
 )
-from colotrain.spec.survey import Survey, Trace
+from colotrain.spec.survey import COMPILER, Survey, Trace
 from colotrain.spec.teacher import teacher_of
 
 
@@ -66,6 +66,8 @@ def survey_model(
     problems += _check_tensor_parallel(settings, model, found)
     problems += _check_tokens(settings, model, found)
     problems += _check_divided_length(settings)
+    if settings.train.compile:
+        found = dataclasses.replace(found, libraries=(*found.libraries, COMPILER))
     return found
 
 

@@ -84,7 +84,7 @@ def predict(
     sizes = planned_bytes(plugin, survey, optim)
     process = 0  # on CUDA the context is outside the budget
     if device == "cpu":
-        process = baseline_bytes(device, uses_transformers=survey.uses_transformers)
+        process = baseline_bytes(device, survey.libraries)
     if transient.gathered is not None:
         below: set[str] = set()
         while True:  # what is moved below the GPU needs room for its copies, more may have to go

@@ -162,7 +162,7 @@ class PlanningContext:
             device=self.scale.device,
             on_one_node=ranks.on_one_node(DP_SHARD, procs_per_node=procs),
             records_gradients=0 < every <= steps,
-            uses_transformers=self.search_space.survey.uses_transformers,
+            libraries=self.search_space.survey.libraries,
         )
         mesh, sequence = self.scale.mesh, self.scale.sequence
         precision = PRECISIONS[self.train.precision]

@@ -10,6 +10,10 @@ from typing import Any, Literal
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import IGNORE_INDEX
 
+TRANSFORMERS = "transformers"
+"""The library of the model or of its teacher."""
+COMPILER = "torch's compiler"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInfo:
@@ -65,8 +69,8 @@ class Survey:
     """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""
-    uses_transformers: bool = False
-    """Whether the model or its teacher is one of transformers, which every rank then imports."""
+    libraries: tuple[str, ...] = ()
+    """What every rank imports beside torch: `TRANSFORMERS`, `COMPILER`."""
 
     def divided(self, ranks: int) -> Survey:
         """The model with the parameters that one of `ranks` with parts of its matrices holds."""

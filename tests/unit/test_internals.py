@@ -48,6 +48,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 DOORS = {
     "colotrain/engine/sharding/fsdp_internals.py": "torch's fully_shard",
+    "colotrain/callers_script.py": "multiprocessing's import of a script",
     "colotrain/module_tree.py": "what torch's modules hold",
     "colotrain/torch_internals.py": "torch otherwise",
     "colotrain/config/compose.py": "hydra, of which it is the only importer",

@@ -957,9 +957,10 @@ def test_a_budget_below_what_a_rank_needs_and_a_folder_that_is_not_there_are_tol
     assert not any("plugin." in text for text in warned)
 
 
-def test_a_model_of_transformers_counts_the_library() -> None:
+def test_libraries_that_ranks_import_are_counted() -> None:
     def with_library(*about: Any) -> Survey:
-        return dataclasses.replace(survey(*about), uses_transformers=True)
+        return dataclasses.replace(survey(*about), libraries=("transformers",))
 
     without = plan().memory.baseline
     assert plan_of(BASE, survey=with_library, machine=LAPTOP).memory.baseline > without
+    assert plan(("train.compile", True)).memory.baseline > without

@@ -59,6 +59,9 @@ OF_CUDA = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1",),
 }
 """Settings that torch reads where it uses CUDA: name → value, other spellings."""
+SILENT_TRACKER = ("-W", "ignore:resource_tracker")
+"""Options of multiprocessing's resource tracker, which removes the semaphores of processes that
+were killed or left without destructors, as ranks are, and would warn of each."""
 TUNABLE = "glibc.malloc.tcache_count"
 """glibc setting, set to 0: number of freed small blocks per size that a thread caches. With the
 cache, small objects took the bytes left over beside aligned tensors, so that free blocks around
@@ -88,7 +91,7 @@ def warm_up(*, to_plan: bool = False) -> None:
         _environment.update(os.environ)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
-    with _group_signals_ignored(), _safe_path():
+    with _group_signals_ignored(), _python_options(*SILENT_TRACKER):
         resource_tracker.ensure_running()
     threading.Thread(target=_ensure_running, daemon=True).start()
     atexit.register(end_server)
@@ -111,7 +114,7 @@ def end_unfit_server() -> None:
 
 def _ensure_running() -> None:
     """Start the server; what forbids it is said where the server is needed."""
-    with suppress(OSError), _safe_path():
+    with suppress(OSError), _python_options():
         forkserver.ensure_running()
 
 
@@ -172,11 +175,11 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def _safe_path() -> Iterator[None]:
+def _python_options(*more: str) -> Iterator[None]:
     """Let multiprocessing start its processes, which are `python -c`, as `new_python` does."""
     internals: Any = util
     ask = internals._args_from_interpreter_flags
-    internals._args_from_interpreter_flags = lambda: [*new_python()[1:], *ask()]
+    internals._args_from_interpreter_flags = lambda: [*new_python()[1:], *more, *ask()]
     try:
         yield
     finally:

@@ -56,6 +56,7 @@ from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
+    TRANSFORMERS,
     Exchange,
     LossStudy,
     ParameterInfo,
@@ -98,8 +99,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         vocab_size=vocab_size(module),
         **positions(module),
         built_whole=not model.is_deferred,
-        uses_transformers=isinstance(model.objective, DistillPlan)  # whose teacher is one of them
-        or any("transformers" in type(m).__module__ for m in module.modules()),
+        libraries=(TRANSFORMERS,) if uses_transformers(module, model) else (),
         balances_experts=task_in(module) is CAUSAL and balances_experts(module),
         batch_norms=tuple(batch_norms(module)),
         **huggingface_task(module, model),
@@ -114,6 +114,12 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         divides_sequences=hasattr(module, ATTRIBUTE),
         divisions=own_divisions(module, model),
     )
+
+
+def uses_transformers(module: nn.Module, model: ModelPlan) -> bool:
+    if isinstance(model.objective, DistillPlan):  # its teacher is one of transformers' models
+        return True
+    return any(TRANSFORMERS in type(inner).__module__ for inner in module.modules())
 
 
 def batch_norms(module: nn.Module) -> Iterator[str]:
