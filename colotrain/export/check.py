@@ -34,9 +34,11 @@ from colotrain.events.log import event_files, read
 from colotrain.export import llama, reader
 from colotrain.export.job import DTYPES, OWN_CONFIG, call_of, write_json
 from colotrain.export.own_outputs import (
+    computes_in_float32,
     evaluation_batches,
     evaluation_loader,
     first_rows,
+    in_float32,
     outputs_of,
     own_model,
 )
@@ -52,7 +54,7 @@ from colotrain.export.receipt import (
     read_receipt,
 )
 from colotrain.export.source import CheckpointTensors
-from colotrain.models.adapters import SETTINGS
+from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
 from colotrain.rundir import RunDir
 from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import RunPlan
@@ -80,6 +82,8 @@ class _Question:
     tensors: dict[str, Tensor]
     outputs: list[Tensor]
     """The own model's outputs of the samples."""
+    is_precise: bool
+    """Whether the run computed in float32 or wider."""
     run_loss: Evaluation | None
     token_ids: list[list[int]]
     template: str | None
@@ -101,8 +105,8 @@ def check(
     problems += [*changed_call(folder, plan, kind), *answer["problems"]]
     exported = exported_files(folder)
     precise = question.request["dtype"] in ("float32", "float64")
-    computed = plan.train.precision in ("fp32", "fp64")
-    loss = _compare_loss(question, answer, EXACT if precise and computed else ROUNDED)
+    limit = EXACT if precise and question.is_precise else ROUNDED
+    loss = _compare_loss(question, answer, limit)
     logits = _compare_outputs(question, outputs)
     problems += [p["problem"] for p in (loss, logits) if p.get("problem")]
     problems += _compare_tokenizer(question, answer["tokenizer"])
@@ -247,8 +251,10 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
         for index, batch in enumerate(evaluation_batches(loader)):
             tensors |= {f"batch/{index}/{n}": t for n, t in batch.items()}
     stored = CheckpointTensors(checkpoint)
-    trained = {e.dtype for e in stored.entries.values() if e.dtype.is_floating_point}
-    model = own_model(plan, stored, written=None if trained == {dtype} else dtype)
+    beside_base = adapter_names(folder) if kind == "peft" else ()
+    model = own_model(plan, stored, written=dtype, beside_base=beside_base)
+    is_precise = plan.train.precision in ("fp32", "fp64") and computes_in_float32(model)
+    model = in_float32(model, plan)
     outputs = [outputs_of(model, sample, request) for sample in samples]
     if kind == "peft":  # the run may have made another model of the base than its config.json says
         architecture = type(model).__name__
@@ -265,6 +271,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
         request=request,
         tensors=tensors,
         outputs=outputs,
+        is_precise=is_precise,
         run_loss=evaluated,
         token_ids=token_ids,
         template=trained_template(plan.data),
@@ -377,6 +384,12 @@ def written_dtype(folder: Path) -> torch.dtype:
     if not counts:
         raise UsageError(f"{folder}: has no weights", "export the run again")
     return max(counts, key=lambda dtype: counts[dtype])
+
+
+def adapter_names(folder: Path) -> set[str]:
+    """The parameters in the file of an adapter, as the run names them."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118
 
 
 def read_apart(

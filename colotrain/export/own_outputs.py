@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +32,18 @@ from colotrain.spec.plan import BatchPlan, RunPlan
 Batch = dict[str, Tensor]
 
 
-def own_model(plan: RunPlan, stored: CheckpointTensors, *, written: torch.dtype | None) -> Any:
-    """The run's model with the values of a checkpoint, rounded to the dtype that was `written`.
+def own_model(
+    plan: RunPlan,
+    stored: CheckpointTensors,
+    *,
+    written: torch.dtype,
+    beside_base: Collection[str] = (),
+) -> Any:
+    """The run's model with the values of a checkpoint, rounded as in the files.
 
-    With `written` adapters are merged before they are rounded, as in the files.
+    `written` is the dtype there. `beside_base`: the parameters in the files of an adapter that is
+    not merged. Without half precision nothing is rounded and adapters stay apart from what they
+    are merged with, so that the sums are checked.
     """
     model = build_whole(plan.model, seed=plan.train.seed).eval()
     with torch.no_grad():
@@ -45,12 +53,31 @@ def own_model(plan: RunPlan, stored: CheckpointTensors, *, written: torch.dtype 
         ]:
             if name in stored.entries:
                 tensor.copy_(stored.entries[name].read())
-        if written is not None:
-            _merge_(model)
-            for _, parameter in module_tree.named_parameters(model):
-                parameter.copy_(parameter.to(written))
+        if written.itemsize < 4 or not computes_in_float32(model):
+            if not beside_base:
+                _merge_(model)
+            for name, parameter in module_tree.named_parameters(model):
+                if not beside_base or name in beside_base:
+                    parameter.copy_(parameter.to(written))
     attach_(model, plan.model)
     return model
+
+
+def in_float32(model: Any, plan: RunPlan) -> Any:
+    """The model as the reader loads it, in float32, if it is transformers' in half precision."""
+    if plan.model.hf is None or computes_in_float32(model):
+        return model
+    args = {**plan.model.args, "dtype": "float32"}
+    loaded = build_whole(replace(plan.model, args=args), seed=plan.train.seed).eval()
+    loaded.load_state_dict(model.state_dict())
+    attach_(loaded, plan.model)
+    return loaded
+
+
+def computes_in_float32(model: nn.Module) -> bool:
+    """Whether all of a model's parameters are float32 or wider."""
+    floats = (p for _, p in module_tree.named_parameters(model) if p.is_floating_point())
+    return all(p.element_size() >= 4 for p in floats)
 
 
 def _merge_(model: nn.Module) -> None:

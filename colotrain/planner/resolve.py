@@ -470,7 +470,7 @@ def num_validation(settings: Config, data: DataPlan, *, surveys: ModelSurveys) -
     if found == sys.maxsize and train.eval_steps == "all":
         raise ConfigError([endless_evaluation()])
     if found == 0 and metric is not None:
-        raise ConfigError([no_best(key, metric, fraction, own_dataset=data.source == "target")])
+        raise ConfigError([no_best(key, metric, data)])
     return found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.objectives import stored_vocab_size
@@ -25,13 +25,17 @@ def prepare_data(plan: RunPlan, console: Console) -> None:
     with preparation(console) as progress:
         parts = [(part, prepare_shards(part, progress=progress)) for part in parts_of(plan.data)]
     shards = [shard for _, part_shards in parts for shard in part_shards]
-    for part in described_parts(plan.data):
+    described = described_parts(plan.data)
+    for part in described:
         console.print(f"data: {part['text']}", soft_wrap=True, highlight=False)
     for shard in shards:
         check_vocabulary(plan, shard)
     for one, part_shards in parts:
         for note in (note for note in notes_of(one, part_shards) if not note.is_unread):
             console.print(f"warning: {note}", style="yellow", soft_wrap=True)
+    held = [any(shard.num_validation for shard in part_shards) for _, part_shards in parts]
+    for why in _why_no_validation(plan, described, held):
+        console.print(f"warning: there is no validation: {why}", style="yellow", soft_wrap=True)
     report_unused_data(plan, shards, console)
 
 
@@ -44,8 +48,6 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
         first = next(line for shard in shards for line in shard.bad)
         line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
         console.print(line, style="yellow", soft_wrap=True)
-    if not any(shard.num_validation for shard in shards) and (why := _why_no_validation(plan)):
-        console.print(f"warning: there is no validation: {why}", style="yellow", soft_wrap=True)
     if packing_of(shards, plan.data) != "stream":
         seq_len = plan.data.seq_len
         num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
@@ -56,17 +58,21 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
             console.print(line, style="yellow", soft_wrap=True)
 
 
-def _why_no_validation(plan: RunPlan) -> str:
-    """Why data that were to have validation have none; empty where none was asked for."""
-    from colotrain.data.prepare.tokens import described_parts
+def _why_no_validation(
+    plan: RunPlan, parts: Sequence[Mapping[str, Any]], held: Sequence[bool]
+) -> Iterator[str]:
+    """Yield why parts of the data that were to have validation samples have none.
 
-    parts = described_parts(plan.data)
-    if names := [name for part in parts for name in part["validation"]["first"]]:
-        return f"nothing to read in {', '.join(names)}"
-    if not (fraction := plan.data.validation_fraction):
-        return ""
-    few = f"data.validation_fraction={fraction:g} keeps none of so few data"
-    return f"{few} (raise it, or name files with data.validation_path)"
+    `held`: whether each part has some.
+    """
+    named = [part["validation"]["first"] for part in parts]
+    for names, has_some in zip(named, held, strict=True):
+        if names and not has_some:
+            yield f"nothing to read in {', '.join(names)}"
+    fraction = plan.data.validation_fraction
+    if fraction and not any(held) and not any(named):
+        few = f"data.validation_fraction={fraction:g} keeps none of so few data"
+        yield f"{few} (raise it, or name files with data.validation_path)"
 
 
 def _count_empty(plan: RunPlan, shards: Sequence[Prepared]) -> int:

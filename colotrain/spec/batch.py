@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colotrain.errors import Problem
-from colotrain.spec.plan import BatchPlan
+from colotrain.spec.plan import BatchPlan, DataPlan
 
 
 def tokens_per_count(*, pairs: bool, seq_len: int, of_samples: bool = False) -> int:
@@ -136,15 +136,20 @@ def endless_evaluation() -> Problem:
     return Problem(key="train.eval_steps", value="all", expected=expected, fix="for example 8")
 
 
-def no_best(key: str, metric: str, fraction: float, *, own_dataset: bool) -> Problem:
-    """The problem of a run that never evaluates, while the setting `key` depends on a metric.
-
-    `own_dataset`: whether the samples are those of `data.target`.
-    """
-    expected = f"null: data.validation_fraction={fraction:g} leaves no validation samples"
+def no_best(key: str, metric: str, data: DataPlan) -> Problem:
+    """The problem of a run that never evaluates, while the setting `key` depends on a metric."""
+    fraction = f"data.validation_fraction={data.validation_fraction:g}"
+    expected = f"null: there are no validation samples ({fraction}, or validation files are empty)"
     section = key.removesuffix(".metric")
-    fix = f"raise it, give validation data of its own (docs/data.md), or remove {section}"
-    if own_dataset:
+    fix = (
+        "give more validation data (docs/data.md), raise data.validation_fraction where no file is "
+        f"validation data, or remove {section}"
+    )
+    if data.validation_paths:
+        names = ", ".join(data.validation_paths)
+        expected = f"null: the files of data.validation_path have no sample ({names})"
+        fix = f"give others, or remove {section}"
+    if data.source == "target":
         expected = "null: the dataset of data.target has no validation samples"
         fix = (
             "return some where its parameter `split` is validation (without that parameter, a "

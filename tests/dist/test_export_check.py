@@ -203,6 +203,26 @@ def test_other_runs_of_text_are_checked(kind: str, colotrain: Colotrain, export:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_run_in_half_precision_is_checked_in_float32(
+    adapts: bool, colotrain: Colotrain, export: Export
+) -> None:
+    folder = hf.make_chat_directory(colotrain.cwd / "base", dtype=torch.bfloat16)
+    write_chats(colotrain.cwd)
+    half = (f"model.hf={folder}", "model.args.dtype=bfloat16", "name=half")
+    colotrain.run(*SMALL_RUN, *CHATS, *half, *([*LORA, LINEAR] if adapts else []))
+    for number, options in enumerate([(), ("--dtype", "fp32"), ("--adapter",)][: 2 + adapts]):
+        receipt = checked(export, "half", "--to", f"out{number}", *options)
+        assert receipt["outputs"]["largest_difference"] < 1e-5
+    weights = colotrain.cwd / "out0" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] *= 1.02
+    save_file(tensors, weights, {"format": "pt"})
+    (colotrain.cwd / "out0" / "receipt.json").unlink()
+    assert export("half", "--to", "out0", "--check").code == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", ["[]", "[model.embed_tokens.weight]"])
 def test_adapters_beside_new_rows_are_merged_or_refused(
     colotrain: Colotrain, export: Export, trains: str

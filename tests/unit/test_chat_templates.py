@@ -79,6 +79,11 @@ GLM = (
     "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+LLAMA_3 = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""As Llama 3's: the text begins with the first message, and without one with its prompt alone."""
 LAST = (
     "{% for m in messages %}[{{ m.role }}]{% if loop.last %}{% generation %}{{ m.content }};"
     "{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
@@ -136,6 +141,12 @@ CASES: list[tuple[str, Messages, list[str], str]] = [
         TWO,
         ["[gMASK]<|user|>\none?<|assistant|>\n<1><|user|>\ntwo?<|assistant|>\n<2>"],
         "without a token that ends them",
+    ),
+    (
+        LLAMA_3,
+        [answer("0"), *TWO[:2]],
+        ["<s><assistant><0;><user>one?;<assistant><1;>"],
+        "",
     ),
     (LAST, TWO, ["[user]one?;[assistant]1;[user]two?;[assistant]<2;>"], ""),
     (EVERYBODY, TWO, ["[user]<one?;>[assistant]<1;>[user]<two?;>[assistant]<2;>"], ""),

@@ -127,11 +127,15 @@ BEST = ("checkpoint.best.metric", "validation_loss")
 
 
 def test_a_best_checkpoint_without_validation_samples_is_refused() -> None:
-    said = "checkpoint.best.metric=validation_loss: expected null: data.validation_fraction="
+    said = "checkpoint.best.metric=validation_loss: expected null: "
+    none = f"{said}there are no validation samples (data.validation_fraction="
     (line,) = refused(640, BEST, ("data.validation_fraction", 0.0), held=0)
-    assert line.startswith(f"{said}0 leaves no validation samples")
+    assert line.startswith(f"{none}0, or validation files are empty)")
     (line,) = refused(640, BEST, held=0)  # too few samples for the share
-    assert line.startswith(f"{said}0.05 leaves no validation samples")
+    assert line.startswith(f"{none}0.05, or validation files are empty)")
+    (line,) = refused(640, BEST, ("data.validation_path", __file__), held=0)
+    assert line.startswith(f"{said}the files of data.validation_path have no sample (")
+    assert f"{__file__}); give others, or remove checkpoint.best" in line
     own = ("data", {"target": "a.b:c"})
     (line,) = refused(640, BEST, own, held=0)  # a stream, or a dataset that has splits of its own
     assert "expected null: the dataset of data.target has no validation samples; return" in line

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +68,16 @@ class Rendering:
 
     def prompt(self, index: int) -> str:
         """The text that the model sees before it writes message `index`."""
-        try:
-            before = self.messages[:index]
+        before = self.messages[:index]
+        if index:
             return self.template.apply(before, self.chat, add_generation_prompt=True)[0]
-        except BadRecord:
-            if index:
-                raise
-            # many templates take no empty conversation
-            text, _ = self.template.apply([turn("assistant", PROBE)], self.chat)
-            return text.partition(PROBE)[0]
+        # many templates take no empty conversation, or begin its text otherwise
+        with suppress(BadRecord):
+            prompt, _ = self.template.apply(before, self.chat, add_generation_prompt=True)
+            if self.upto(1)[0].startswith(prompt):
+                return prompt
+        text, _ = self.template.apply([turn("assistant", PROBE)], self.chat)
+        return text.partition(PROBE)[0]
 
     def samples(self, asked: list[int], loss_on: str) -> list[Sample]:
         """The samples in which the messages `asked` are trained on: one, or one for each."""

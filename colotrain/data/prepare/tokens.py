@@ -40,7 +40,7 @@ __all__ = [
     "vocab_size_of",
 ]
 
-FORMAT = 7  # of cache entries: a change makes all earlier entries unused
+FORMAT = 8  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 

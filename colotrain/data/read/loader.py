@@ -121,8 +121,7 @@ def _refuse_rules_of_metrics(plan: RunPlan) -> None:
         rules["train.stop_early.metric"] = plan.train.stop_early.metric
     for key, metric in rules.items():
         if metric is not None:
-            fraction, own = plan.data.validation_fraction, plan.data.source == "target"
-            raise ConfigError([no_best(key, metric, fraction, own_dataset=own)])
+            raise ConfigError([no_best(key, metric, plan.data)])
 
 
 def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
