@@ -92,6 +92,12 @@ def test_a_loss_that_is_no_mean_of_its_samples_is_told(loss: Loss, line: str) ->
     assert told == line if not line else line in told
 
 
+def test_a_loss_without_labels_shifts_none() -> None:
+    assert not check(
+        Tokens(lambda logits, labels: logits.square().mean()), unequal_rows(-100)
+    ).shifted
+
+
 def test_weights_are_told_unless_their_sum_is_returned() -> None:
     weights = torch.tensor([1.0, 7.0])
 

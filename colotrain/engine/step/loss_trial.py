@@ -368,7 +368,9 @@ def _first_is_left_out(losses: Iterator[Tensor | None]) -> bool:
     if last is None or both is None or not torch.equal(last, both):
         return False
     first, none = next(losses), next(losses)  # else all positions may have the same loss
-    return first is not None and none is not None and _same(first, none)
+    if first is None or none is None or _same(last, none):  # labels may not matter at all
+        return False
+    return _same(first, none)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
