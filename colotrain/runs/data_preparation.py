@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.objectives import stored_vocab_size
+from colotrain.spec.batch import refuse_rules_of_metrics
 from colotrain.spec.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def prepare_data(plan: RunPlan, console: Console) -> None:
     for why in _why_no_validation(plan, described, held):
         console.print(f"warning: there is no validation: {why}", style="yellow", soft_wrap=True)
     report_unused_data(plan, shards, console)
+    if plan.train.eval_steps and not any(held):
+        refuse_rules_of_metrics(plan)
 
 
 def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colotrain.errors import Problem
-from colotrain.spec.plan import BatchPlan, DataPlan
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 
 def tokens_per_count(*, pairs: bool, seq_len: int, of_samples: bool = False) -> int:
@@ -157,6 +157,16 @@ def no_best(key: str, metric: str, data: DataPlan) -> Problem:
             f"{section}"
         )
     return Problem(key=key, value=metric, expected=expected, fix=fix)
+
+
+def refuse_rules_of_metrics(plan: RunPlan) -> None:
+    """Raise `ConfigError` if a setting depends on evaluations, for which there are no samples."""
+    rules = {"checkpoint.best.metric": plan.checkpoint.best_metric}
+    if plan.train.stop_early is not None:
+        rules["train.stop_early.metric"] = plan.train.stop_early.metric
+    problems = [no_best(key, metric, plan.data) for key, metric in rules.items() if metric]
+    if problems:
+        raise ConfigError(problems)
 
 
 def is_due(step: int, every: float) -> bool:

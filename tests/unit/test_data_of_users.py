@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from colotrain.cli.main import guarded
+from colotrain.errors import ConfigError
 from colotrain.runs.data_preparation import prepare_data
 from colotrain.runs.resolving import plan_from
 from tests import chat_tokenizers
@@ -518,6 +519,21 @@ def test_a_run_says_why_there_is_no_validation(
     printed = io.StringIO()
     prepare_data(plan, Console(file=printed, width=100))
     assert f"there is no validation: {why}" in printed.getvalue()
+    best = plan_from([*given, "checkpoint.best.metric=validation_loss"], here=False)
+    with pytest.raises(ConfigError, match="there are no validation samples"):
+        prepare_data(best, Console(file=printed, width=100))
+
+
+def test_a_part_of_a_mixture_with_an_empty_validation_file_is_named(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "The cat sat on the mat."}\n' * 99)
+    (tmp_path / "held.jsonl").write_text("")
+    one, two, held = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "held"))
+    parts = f"[{{path: {one}, weight: 3, validation_path: {held}}}, {{path: {two}, weight: 1}}]"
+    given = ["recipe=llm-tiny", "data.corpus=null", f"data.mixture={parts}", "data.tokenizer=bytes"]
+    printed = io.StringIO()
+    prepare_data(plan_from(given, here=False), Console(file=printed, width=100))
+    assert "there is no validation: nothing to read in held.jsonl" in printed.getvalue()
 
 
 def test_a_run_says_what_inspect_says(tokenizers: Path, tmp_path: Path) -> None:

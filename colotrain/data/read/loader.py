@@ -24,7 +24,7 @@ from colotrain.data.read.samples import StreamSamples, user_samples
 from colotrain.data.read.weighted import WeightedOrder, sample_weights
 from colotrain.dotted import described, import_target
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.spec.batch import endless_evaluation, no_best, too_few
+from colotrain.spec.batch import endless_evaluation, refuse_rules_of_metrics, too_few
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 __all__ = [
@@ -107,21 +107,11 @@ def count_evaluated(samples: Samples, plan: RunPlan) -> int:
     if steps == "all" and num == sys.maxsize:
         raise ConfigError([endless_evaluation()])
     if steps and num == 0:
-        _refuse_rules_of_metrics(plan)
+        refuse_rules_of_metrics(plan)
     if steps == "all":
         return num
     wanted = steps * plan.batch.global_batch
     return wanted if isinstance(samples, Mixture) else min(wanted, num)
-
-
-def _refuse_rules_of_metrics(plan: RunPlan) -> None:
-    """Raise `ConfigError` if a setting depends on evaluations, of which there are none."""
-    rules = {"checkpoint.best.metric": plan.checkpoint.best_metric}
-    if plan.train.stop_early is not None:
-        rules["train.stop_early.metric"] = plan.train.stop_early.metric
-    for key, metric in rules.items():
-        if metric is not None:
-            raise ConfigError([no_best(key, metric, plan.data)])
 
 
 def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
