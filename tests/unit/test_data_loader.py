@@ -509,9 +509,9 @@ def test_ranks_refuse_a_best_checkpoint_without_validation_samples() -> None:
         batch=batch_of(2, 3, 2),
         train=SimpleNamespace(eval_steps=8, stop_early=None),
         checkpoint=SimpleNamespace(best_metric="score"),
-        data=SimpleNamespace(validation_fraction=0.05, source="path"),
+        data=SimpleNamespace(validation_fraction=0.05, validation_paths=(), source="path"),
     )
-    with pytest.raises(ConfigError, match=r"metric=score: expected null: data\.val"):
+    with pytest.raises(ConfigError, match=r"metric=score: expected null: there are no validation"):
         count_evaluated([], plan)
     plan.data.source = "target"
     with pytest.raises(ConfigError, match=r"metric=score: expected null: the dataset of data\.t"):

@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -519,7 +519,7 @@ def test_a_run_says_why_there_is_no_validation(
     printed = io.StringIO()
     prepare_data(plan, Console(file=printed, width=100))
     assert f"there is no validation: {why}" in printed.getvalue()
-    best = plan_from([*given, "checkpoint.best.metric=validation_loss"], here=False)
+    best = replace(plan, checkpoint=replace(plan.checkpoint, best_metric="validation_loss"))
     with pytest.raises(ConfigError, match="there are no validation samples"):
         prepare_data(best, Console(file=printed, width=100))
 

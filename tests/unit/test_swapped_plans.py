@@ -78,7 +78,7 @@ def test_a_rank_of_another_plan_ends_with_one_line(rundir: RunDir, tmp_path: Pat
     if not (child := os.fork()):
         sys.stderr = log.open("w")
         os.environ["GROUP_WORLD_SIZE"] = "1"
-        work(ENTRY, str(rundir.path), os.getppid(), "", "", (digest,))
+        work(ENTRY, str(rundir.path), os.getppid(), "", "", (digest,), {})
     _, status = os.waitpid(child, 0)
     (line,) = log.read_text().splitlines()
     assert line.startswith(f"error: {rundir.path}/{CHANGED}")
