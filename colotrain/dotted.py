@@ -124,8 +124,9 @@ def _broken(key: str, dotted: str, module_name: str, error: Exception) -> Config
     expected = f"a module that imports (it raised {described(error)})"
     fix = f'make `python -c "import {module_name}"` work'
     if isinstance(error, ColotrainError):  # colotrain's, called as the module is imported
+        where = f", {line}" if (line := users_line(error)) else ""
+        expected = f"a module that imports (it raised: {error.problem}{where})"
         fix = error.fix or fix
-        expected = f"a module that imports (it raised: {error.problem}, {users_line(error)})"
     return _wrong(key, dotted, expected, fix)
 
 

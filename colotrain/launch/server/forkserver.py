@@ -176,7 +176,10 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def _python_options(*more: str) -> Iterator[None]:
-    """Let multiprocessing start its processes, which are `python -c`, as `new_python` does."""
+    """Let multiprocessing start its processes, which are `python -c`, as `new_python` does.
+
+    They get `more` options of Python.
+    """
     internals: Any = util
     ask = internals._args_from_interpreter_flags
     internals._args_from_interpreter_flags = lambda: [*new_python()[1:], *more, *ask()]

@@ -117,6 +117,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
 
 
 def uses_transformers(module: nn.Module, model: ModelPlan) -> bool:
+    """Whether the model or its teacher is one of transformers, which every rank then imports."""
     if isinstance(model.objective, DistillPlan):  # its teacher is one of transformers' models
         return True
     return any(TRANSFORMERS in type(inner).__module__ for inner in module.modules())
