@@ -70,7 +70,7 @@ docs: $(VENV)/.core ## write the reference in docs/configuration.md anew
 	$(BIN)/python scripts/write_reference.py
 
 frames: $(VENV)/.dev ## write tests/unit/golden/frames anew: what commands show, letter by letter
-	UPDATE_FRAMES=1 $(BIN)/python -m pytest -q tests/unit/test_golden_frames.py
+	UPDATE_FRAMES=1 $(BIN)/python -m pytest -q tests/unit/show/test_golden_frames.py
 
 site: $(VENV)/.dev ## build the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -35,8 +35,8 @@ MASKED = ("codegen", "diffllama", "doge", "gemma2", "gptj", "nemotron", "phimoe"
 """Model types whose masks keep documents apart, and whose attention needs them.
 
 The logits of both kinds are compared with those of each document by itself in
-tests/unit/test_documents.py. Other types are refused: with the same positions some of them, such as
-Bloom, Falcon and Qwen3-Next, let documents see one another.
+tests/unit/models/test_documents.py. Other types are refused: with the same positions some of them,
+such as Bloom, Falcon and Qwen3-Next, let documents see one another.
 """
 NAME = "colotrain_documents"
 KEYWORD = "colotrain_documents"

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from colotrain.engine.model.blocks import checkpoint_blocks_
 from colotrain.spec.plan import Recompute
-from tests.unit.test_recompute import SEQ_LEN, WIDTH, Model
+from tests.unit.engine.test_recompute import SEQ_LEN, WIDTH, Model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

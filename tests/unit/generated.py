@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from test_view import MIB, launcher, step, worker
-
 from colotrain.events.event import Event
+from tests.unit.events.test_view import MIB, launcher, step, worker
 
 STATUSES = {
     "embed.weight": "frozen",

@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from generated import rich_run
-from test_data_tokens import plan_of
-from test_view import plan_of as run_plan
-from test_view import restarted_run, write_files
 
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import BatchLoader, SampleOrder, open_samples
@@ -45,6 +41,10 @@ from colotrain.spec.axes import DP_SHARD, Ranks
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 from tests.checkpoints import read_whole
+from tests.unit.data.test_tokens import plan_of
+from tests.unit.events.test_view import plan_of as run_plan
+from tests.unit.events.test_view import restarted_run, write_files
+from tests.unit.generated import rich_run
 
 JUNK = (
     *(b"", b"null", b"[", b"]", b"{", b'"', b"-1", b"1e999", b"\\", b",", b"true", b"\0", b"\xff"),

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_hostile_runs import bounds
 from tokenizers import Tokenizer, models
 
 from colotrain.cli.main import guarded
@@ -38,6 +37,7 @@ from colotrain.models.stored import StoredTensors
 from colotrain.spec.plan import DataPlan, ModelPlan
 from tests.dist import hf
 from tests.formats import random_texts, write_dataset, write_megatron, write_parquet
+from tests.unit.test_hostile_runs import bounds
 
 TWO = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 ENDLESS = 1 << 40

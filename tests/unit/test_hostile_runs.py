@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_stores import save
-from test_view import plan_of, restarted_run, write_files
 
 from colotrain.cli.main import guarded
 from colotrain.engine.state.manifest import MANIFEST, SEAL, seal
@@ -24,6 +22,8 @@ from colotrain.events.log import EventWriter
 from colotrain.export.job import write_json
 from colotrain.export.receipt import READ, RECEIPT
 from colotrain.rundir import RunDir
+from tests.unit.events.test_view import plan_of, restarted_run, write_files
+from tests.unit.runs.test_uploader import save
 
 FILES = (
     *("plan.json", "config.yaml", "signature.json", "job.json", "summary.json", "launcher.json"),
