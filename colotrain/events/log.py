@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from io import FileIO
 from pathlib import Path
@@ -32,6 +33,8 @@ MOST_PASSED_OVER = 64 << 20
 """Bytes of a line without an end after which only what is written to the file later is read."""
 POLL_LIMIT = 32 << 20
 """Bytes after which a poll leaves the remaining files to the next poll."""
+MOST_WAITING = 8 << 20
+"""Bytes of events that a writer keeps in memory while they cannot be written."""
 OUTLINE_BYTES = 2 << 10
 """Bytes at the end of a long file that its outline includes, besides the first line."""
 OUTLINE_LINES = 4
@@ -47,8 +50,9 @@ _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class EventWriter:
     """Appends events to one file, each with a single write so that lines never interleave.
 
-    Nothing is raised: an event that cannot be written (for example on a full disk) is dropped and
-    counted in `dropped`; a warning on stderr announces the first one.
+    Nothing is raised: events that cannot be written (for example on a full disk) wait in memory and
+    are written with a later one. Those that do not find room there are counted in `dropped`, the
+    oldest first. A warning on stderr announces that the first one waits.
     """
 
     def __init__(self, path: Path | str, *, inside: Path | None = None) -> None:
@@ -57,8 +61,13 @@ class EventWriter:
         self._inside = inside or self.path.parent
         self.dropped = 0
         self._handle: int | None = None
+        self._waiting = deque[bytes]()
+        """Lines that are not written yet, the first perhaps in part."""
         self._torn = False
         """Whether the file ends within a line, so that the next event must start a new one."""
+        self._is_cut = False
+        """Whether the file ends within the line whose rest is the first of those that wait."""
+        self._warned = False
 
     def __enter__(self) -> EventWriter:
         return self
@@ -74,35 +83,51 @@ class EventWriter:
         """Append one event of any kind; its `t` is the current time unless given in `fields`."""
         texts = {k: shortened(v, MOST_WRITTEN) for k, v in fields.items() if isinstance(v, str)}
         line = encode({"t": time.time(), "kind": kind, **fields, **texts})
+        self._waiting.append(line)
         try:
-            self._append(line)
+            self._write_waiting()
         except OSError as error:
-            self._drop(error)
+            self._keep_newest(error)
 
     def close(self) -> None:
+        """Close the file, after another try to write what waits."""
+        if self._waiting:
+            with contextlib.suppress(OSError):
+                self._write_waiting()
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 os.close(self._handle)
             self._handle = None
 
-    def _append(self, line: bytes) -> None:
+    def _write_waiting(self) -> None:
         if self._handle is None:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
             self._handle = open_inside(self._inside, self.path, flags)
             self._torn = _ends_inside_a_line(self._handle)
-        text = b"\n" + line if self._torn else line
+        ending = b"\n" if self._torn else b""
+        text = ending + b"".join(self._waiting)
         written = os.write(self._handle, text)
-        if written < len(text):
-            self._torn = self._torn or written > 0
+        self._torn = self._torn and not written
+        left = max(written - len(ending), 0)
+        while self._waiting and left >= len(self._waiting[0]):
+            left -= len(self._waiting.popleft())
+            self._is_cut = False
+        if left:
+            self._waiting[0], self._is_cut = self._waiting[0][left:], True
+        if self._waiting:
             raise OSError(f"only {written} of {len(text)} bytes were written")
-        self._torn = False
 
-    def _drop(self, error: OSError) -> None:
-        self.dropped += 1
-        if self.dropped == 1:
+    def _keep_newest(self, error: OSError) -> None:
+        """Drop what there is no room for in memory, and say once that events wait."""
+        while sum(map(len, self._waiting)) > MOST_WAITING:
+            self._waiting.popleft()
+            self._torn, self._is_cut = self._torn or self._is_cut, False
+            self.dropped += 1
+        if not self._warned:
+            self._warned = True
             with contextlib.suppress(Exception):  # stderr may be on the same full disk
                 print(
-                    f"warning: {self.path}: events are lost ({error}); training goes on",
+                    f"warning: {self.path}: events cannot be written ({error}); training goes on",
                     file=sys.stderr,
                     flush=True,
                 )

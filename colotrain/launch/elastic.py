@@ -194,7 +194,10 @@ def _signals(current: Launch) -> Iterator[None]:
         current.signals.append(name)
         if current.signals.count("SIGINT") > 1:
             _end_now(current)
-        current.rundir.write(current.rundir.stop_file, name)
+        try:
+            current.rundir.write(current.rundir.stop_file, name)
+        except OSError:  # for example on a full disk
+            current.watch.ask_to_stop()
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

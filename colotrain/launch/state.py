@@ -111,6 +111,10 @@ class Launch:
         if isinstance(self.error, RendezvousError):
             return str(self.error)
         exits, text = [*self.exits, *self.exits_elsewhere()], self.watch.verdict
+        if text is None and self.watch.folder.error is not None and isinstance(self.error, OSError):
+            text = f"{self.watch.folder.problem}, so how its ranks ended is not known"
+            if (last := self.watch.last) is not None:
+                text += f"; rank {last.rank} was in {last.where}"
         if text is None:
             text = describe(exits, self.last_events(), self.error)
         beside = [found for x in exits if (found := x.gpu_errors)]

@@ -7,7 +7,6 @@ is asked for its stack; the one that does not wait in a collective is the culpri
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import signal
@@ -17,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from colotrain.events.heartbeats import Heartbeat, read_heartbeats
+from colotrain.launch.folder_watch import FolderWatch
 from colotrain.launch.worker_exits import newest_log
 from colotrain.parent_process import has_ended
-from colotrain.rundir import RunDir, open_inside
+from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.5
@@ -29,8 +29,6 @@ DUMP_S = 1.0
 """Seconds that a rank is given to write its stack."""
 ORPHANS_S = 10.0
 """Seconds in which a killed rank must be gone."""
-UNWRITABLE = (errno.EROFS, errno.EIO, errno.ESTALE)
-"""Errors of a folder to which heartbeats cannot be written, either."""
 DEPTH = 4
 """Number of innermost frames in which a collective shows that a rank waits for others."""
 
@@ -98,6 +96,12 @@ class Watch:
     """Process ids of all workers so far."""
     past: set[int] = field(default_factory=set)
     """Process ids of the previous attempt, which `pids` returns until the next workers run."""
+    last: Heartbeat | None = None
+    """The newest of the heartbeats that were read."""
+    folder: FolderWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = FolderWatch(rundir=self.rundir)
 
     def begin(self) -> None:
         """Begin watching a new attempt."""
@@ -114,17 +118,22 @@ class Watch:
                 f"this machine's ranks were stopped for {now - self.checked_at:.0f} s; they go on"
             )
         self.checked_at = now
+        self.folder.check()
         pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
         beats = {(b.rank, b.pid): b for b in read_heartbeats(self.rundir.heartbeats)}
         first = self.first_rank()
         found = {local: beats.get((first + local, pid)) for local, pid in pids.items()}
         here = {local: beat for local, beat in found.items() if beat is not None}
+        self.last = max(here.values(), key=lambda beat: beat.t, default=self.last)
         self._check_stop(here, asked_to_stop, now)
         silent = {
             local: b for local, b in here.items() if now - max(b.t, self.woke_at) > b.patience_s
         }
-        if silent and self.verdict is None:
+        since = max(self.folder.since, self.woke_at)
+        if self.folder.lasts and now - since > self.plan.elastic.hang_timeout_s:
+            self._end_for_folder()
+        elif silent and self.verdict is None:
             self._end_culprits(here, silent)
 
     def end_all(self, verdict: str) -> None:
@@ -153,21 +162,16 @@ class Watch:
             return
         self.stop_asked_at = max(self.stop_asked_at or now, self.woke_at)
         grace_s = self.plan.elastic.grace_s
-        if now - self.stop_asked_at <= grace_s or not here:
+        if now - self.stop_asked_at <= grace_s or not self.pids():
             return
-        last = min(here.values(), key=lambda beat: beat.t)
-        self.is_final = True
-        self._end(
-            here,
-            f"asked to stop, and ended after elastic.grace_s={grace_s:g}: "
-            f"rank {last.rank} was in {last.where}",
-        )
+        last = min(here.values(), key=lambda beat: beat.t, default=None)
+        where = f": rank {last.rank} was in {last.where}" if last else ""
+        self.end_all(f"asked to stop, and ended after elastic.grace_s={grace_s:g}{where}")
 
     def _end_culprits(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:
-        if why := self._why_none_is_written():
-            self.is_final = True
-            what = f"{self.rundir.path} cannot be written ({why})"
-            self._end(here, f"{what}: nothing is saved, and no rank shows that it is alive")
+        self.folder.look()
+        if self.folder.lasts:
+            self._end_for_folder()
             return
         offsets = {local: _size(self._log(local)) for local in here}
         for beat in here.values():
@@ -192,6 +196,15 @@ class Watch:
         culprits = {local: b for local, b in silent.items() if b in [g.beat for g in guilty]}
         self._end(culprits, "; ".join(str(rank) for rank in guilty[:4]))
 
+    def _end_for_folder(self) -> None:
+        why = "nothing is saved, and no rank shows that it is alive"
+        self.end_all(f"{self.folder.problem}: {why}")
+
+    def ask_to_stop(self) -> None:
+        """Tell the ranks themselves, where the run's folder takes no request to stop."""
+        for pid in self.pids().values():
+            _signal(pid, signal.SIGUSR1)
+
     def _end(self, ranks: dict[int, Heartbeat], verdict: str) -> None:
         self.verdict = verdict
         for beat in ranks.values():
@@ -200,16 +213,6 @@ class Watch:
     def _log(self, local_rank: int) -> Path:
         """Return the newest log of a worker of this machine, to which it writes its stack."""
         return newest_log(self.logs or self.rundir.logs, local_rank)
-
-    def _why_none_is_written(self) -> str:
-        """Return why heartbeats cannot be written, like `Read-only file system`; empty if can."""
-        try:
-            probe = self.rundir.heartbeats / f".{os.getpid()}"
-            os.close(open_inside(self.rundir.path, probe, os.O_WRONLY | os.O_CREAT))
-            probe.unlink()
-        except OSError as error:
-            return os.strerror(error.errno or 0) if error.errno in UNWRITABLE else ""
-        return ""
 
     def close(self) -> None:
         """Delete the heartbeats of this launch's workers."""

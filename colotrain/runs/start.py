@@ -311,6 +311,8 @@ def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:
     """Return how to continue a run that ended early."""
     from colotrain.engine.state.manifest import complete
 
+    if not rundir.path.exists():
+        return f"if {rundir.path} was renamed, `colotrain resume PATH` goes on in its new place"
     command = f"`colotrain resume {rundir.argument}`"
     if saved := complete(rundir.checkpoints):
         return f"{command} goes on from {saved[0].name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -67,24 +68,68 @@ def test_values_json_does_not_know_are_written_as_text(rundir: RunDir) -> None:
     assert event.fields["path"] == "/a/b"
 
 
-def test_a_full_disk_drops_events_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
-    writer = EventWriter("/dev/full")
-    for step in range(3):
-        writer.write_record("step", step=step)
-    assert writer.dropped == 3
+def test_events_wait_while_the_disk_is_full_and_are_written_when_there_is_room(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer, whole = EventWriter(rank_file(rundir)), os.write
+    writer.write_record("a")
+    room = iter([0, 0, 25, 0])
+
+    def limited(handle: int, data: bytes) -> int:
+        if not (size := next(room)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(handle, data[:size])
+
+    monkeypatch.setattr(os, "write", limited)
+    for kind in ("b", "c", "d", "e"):  # of which only a part of the first fits
+        writer.write_record(kind)
     assert capsys.readouterr().err.count("warning:") == 1
+    assert kinds(read(writer.path)) == ["a"]
+    monkeypatch.setattr(os, "write", whole)
+    writer.close()
+    assert kinds(read(writer.path)) == ["a", "b", "c", "d", "e"]
+    assert writer.dropped == 0
 
 
-def test_a_folder_that_is_missing_drops_events_until_it_is_there(
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_waits_has_a_bound_and_the_newest_is_kept(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    writer, whole = EventWriter(rank_file(rundir)), os.write
+    writer.write_record("a")
+    room = iter([10] if is_cut else [])
+
+    def limited(handle: int, data: bytes) -> int:
+        if not (size := next(room, 0)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(handle, data[:size])
+
+    monkeypatch.setattr(log, "MOST_WAITING", 200)
+    monkeypatch.setattr(os, "write", limited)
+    for number in range(20):
+        writer.write_record("late", number=number)
+    monkeypatch.setattr(os, "write", whole)
+    writer.write_record("last")
+    reader = EventReader(rundir)
+    events = reader.poll()
+    numbers = [event.fields["number"] for event in events[1:-1]]
+    assert kinds(events[:1]) == ["a"]
+    assert kinds(events[-1:]) == ["last"]
+    assert numbers == list(range(20 - len(numbers), 20))
+    assert 1 < len(numbers) < 5
+    assert (writer.dropped, reader.skipped) == (20 - len(numbers), int(is_cut))
+
+
+def test_a_folder_that_is_missing_holds_events_back_until_it_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = EventWriter(tmp_path / "later" / "rank00000-attempt0000.jsonl")
     writer.write_record("a")
     (tmp_path / "later").mkdir()
     writer.write_record("b")
-    assert kinds(read(writer.path)) == ["b"]
-    assert writer.dropped == 1
-    assert "events are lost" in capsys.readouterr().err
+    assert kinds(read(writer.path)) == ["a", "b"]
+    assert writer.dropped == 0
+    assert "events cannot be written" in capsys.readouterr().err
 
 
 def test_a_warning_that_cannot_be_printed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,23 +138,22 @@ def test_a_warning_that_cannot_be_printed_is_no_error(monkeypatch: pytest.Monkey
             raise OSError("No space left on device")
 
     monkeypatch.setattr("sys.stderr", FullDisk())
-    writer = EventWriter("/dev/full")
-    writer.write_record("step")
-    assert writer.dropped == 1
+    EventWriter("/dev/full").write_record("step")
 
 
-def test_an_event_cut_short_by_a_full_disk_costs_no_other_event(
+def test_an_event_cut_short_by_a_full_disk_is_completed(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer, whole = EventWriter(rank_file(rundir)), os.write
     writer.write_record("first")
     monkeypatch.setattr(os, "write", lambda handle, data: whole(handle, data[:10]))
     writer.write_record("second")
+    reader = EventReader(rundir)
+    assert kinds(reader.poll()) == ["first"]
     monkeypatch.setattr(os, "write", whole)
     writer.write_record("third")
-    reader = EventReader(rundir)
-    assert kinds(reader.poll()) == ["first", "third"]
-    assert (writer.dropped, reader.skipped) == (1, 1)
+    assert kinds(reader.poll()) == ["second", "third"]
+    assert (writer.dropped, reader.skipped) == (0, 0)
     assert "warning" in capsys.readouterr().err
 
 

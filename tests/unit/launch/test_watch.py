@@ -243,7 +243,7 @@ def test_ranks_that_can_write_no_heartbeat_are_not_said_to_hang(
         def refuse(folder: Path, path: Path, flags: int) -> int:
             raise OSError(number, os.strerror(number), str(path))
 
-        monkeypatch.setattr("colotrain.launch.watch.open_inside", refuse)
+        monkeypatch.setattr("colotrain.launch.folder_watch.open_inside", refuse)
         watch.check(asked_to_stop=False)
     assert process.returncode == -signal.SIGKILL
     told = f"{tmp_path} cannot be written ({os.strerror(number)}): nothing is saved"
