@@ -12,13 +12,11 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain import module_tree
@@ -35,25 +33,23 @@ from colotrain.dotted import described, import_target
 from colotrain.engine.step.evaluation import RESERVED
 from colotrain.engine.step.loss_trial import MOST_SAMPLES, examine
 from colotrain.errors import ColotrainError
-from colotrain.generators import generator_of, seed_all, seeded, states
-from colotrain.models import adapters, huggingface
-from colotrain.models.loading import WHOLE, begin_training_
+from colotrain.generators import seeded, states
+from colotrain.models.loading import begin_training_
 from colotrain.models.objective import attach_, inputs_of, output_of, outputs_alone
 from colotrain.models.outputs import loss_in, metrics_in, pair_in
-from colotrain.spec.objectives import DPO, DistillPlan
-from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
+from colotrain.spec.plan import FreezePlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import (
     BatchNorms,
     TorchDispatchMode,
-    name_of,
     tree_leaves,
-    uncompiled_,
 )
 from colotrain.verify.masks import MaskedSamples, without_dropout
+from colotrain.verify.objectives import objective_of
+from colotrain.verify.optimizers import Optimizers, add_to_, learning_rate_factor
+from colotrain.verify.plain_models import build_plain
 
 Tensors = dict[str, Tensor]
-Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
 CPU = torch.device("cpu")
 
 
@@ -159,25 +155,25 @@ def _train(
         _widen_(model)
     begin_training_(model)
     serve_signals_(model)
-    two_models, batches = _two_models(plan, dtype), _Batches(plan, dtype)
+    objective, batches = objective_of(plan, dtype), _Batches(plan, dtype)
     draws, seen = False, _Dtypes()
     kept = {name: buffer.clone() for name, buffer in module_tree.named_buffers(model)}
     optimizers: Optimizers = {}
-    _add_to(optimizers, model, plan)
+    add_to_(optimizers, model, plan)
     losses, gradients, parameters, no_mean = [], [], [_values(model, own)], ""
-    if dtype is None and two_models is None:
+    if dtype is None and objective is None:
         no_mean = examine(model, batches.unmasked(min(MOST_SAMPLES, batches.size))).against
     for step in range(steps):
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
-            _add_to(optimizers, model, plan)
+            add_to_(optimizers, model, plan)
         batch = batches.of(step)
         model.zero_grad(set_to_none=True)
         before = states(CPU)
         with without_dropout(model):
             with seen:
-                if two_models is not None:
-                    loss = two_models.mean_loss(model, batch)
+                if objective is not None:
+                    loss = objective.mean_loss(model, batch)
                 else:
                     loss = _own_mean_loss(model, batch, plan.train.ignore_index)
             draws = draws or _differ(before, states(CPU))
@@ -198,7 +194,7 @@ def _train(
         frozen=frozenset(frozen),
         draws=draws,
         mixes=(mixes := _mixing(model, kept)),
-        evaluation={} if mixes or two_models is not None else _evaluate(plan, model, dtype),
+        evaluation={} if mixes or objective is not None else _evaluate(plan, model, dtype),
         no_mean=no_mean,
         computed_in=frozenset(seen.dtypes),
     )
@@ -281,16 +277,6 @@ def _update(plan: RunPlan, model: nn.Module, optimizers: Optimizers, step: int) 
     for optimizer, lr in optimizers.values():
         optimizer.param_groups[0]["lr"] = lr * learning_rate_factor(plan, step)
         optimizer.step()
-
-
-def _two_models(plan: RunPlan, dtype: torch.dtype | None) -> TwoModels | WithTeacher | None:
-    """The objective that needs a second model; None: the model's own loss is the objective."""
-    match plan.model.objective:
-        case DPO(beta=beta):
-            return TwoModels(plan, dtype, beta)
-        case DistillPlan():
-            return WithTeacher(plan.model.objective, dtype)
-    return None
 
 
 def _widen_(model: nn.Module) -> None:
@@ -392,30 +378,6 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
     return frozen
 
 
-def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
-    """Add an optimizer, with its learning rate, for every newly trained parameter."""
-    undecayed = names_without_decay(model)
-    for name, parameter in module_tree.named_parameters(model):
-        if parameter.requires_grad and name not in optimizers:
-            made = optimizer_of(name, parameter, plan.optim, undecayed)
-            optimizers[name] = made, made.param_groups[0]["lr"]
-
-
-def learning_rate_factor(plan: RunPlan, step: int) -> float:
-    """Factor of the learning-rate schedule, written independently of the engine's."""
-    optim, last = plan.optim, plan.train.max_steps - 1
-    if ":" in optim.schedule:
-        return float(import_target("optim.schedule.name", optim.schedule)(step, last + 1))
-    if step < optim.warmup_steps:
-        return (step + 1) / optim.warmup_steps
-    if optim.schedule == "wsd":
-        tail = min(optim.decay_steps or max(plan.train.max_steps // 5, 1), plan.train.max_steps)
-        return 1.0 - (1.0 - optim.final_ratio) * max(step - (last - tail), 0) / tail
-    done = min((step - optim.warmup_steps) / max(last - optim.warmup_steps, 1), 1.0)
-    shape = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
-    return 1.0 + (optim.final_ratio - 1.0) * shape[optim.schedule]
-
-
 def _gradients(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
     grads = {n: p.grad for n, p in module_tree.named_parameters(model) if p.grad is not None}
     return {name: grad.to(own[name], copy=True) for name, grad in grads.items()}
@@ -423,195 +385,3 @@ def _gradients(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
 
 def _values(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
     return {n: p.detach().to(own[n], copy=True) for n, p in module_tree.named_parameters(model)}
-
-
-class WithTeacher:
-    """The teacher beside the model that learns."""
-
-    def __init__(self, plan: DistillPlan, dtype: torch.dtype | None) -> None:
-        self.plan = plan
-        teacher = ModelPlan(target="", hf=plan.teacher)
-        self.teacher = build_plain(teacher, seed=0).to(dtype).eval()
-
-    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Mean over the targets; 0 where there are none."""
-        heat, alpha = self.plan.temperature, self.plan.alpha
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        counted = batch["labels"] >= 0
-        with torch.no_grad():
-            theirs = _logits(self.teacher, inputs)[counted].div(heat).softmax(-1)
-        logits = _logits(model, inputs)[counted]
-        ours, top = logits.div(heat).softmax(-1), theirs.topk(self.plan.top_k).indices
-        p, q = (_with_rest(every, top) for every in (theirs, ours))
-        divergence = torch.where(p > 0, p * (p.clamp(min=1e-300).log() - q.log()), 0.0).sum()
-        hard = nn.functional.cross_entropy(logits, batch["labels"][counted], reduction="sum")
-        total = alpha * heat**2 * divergence + (1 - alpha) * hard
-        return total / counted.sum().clamp(min=1)
-
-
-def _with_rest(every: Tensor, top: Tensor) -> Tensor:
-    """Probabilities of the tokens in `top`, and that of all others together."""
-    rest = every.scatter(-1, top, 0.0).sum(-1, keepdim=True)
-    return torch.cat([every.gather(-1, top), rest], -1)
-
-
-def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    output: Any = model(**inputs)
-    return output if isinstance(output, Tensor) else output.logits
-
-
-def names_without_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that transformers' own trainer would leave without weight decay:
-    those in a module whose class is a norm's, and those that are called a norm or a bias."""
-    found = set()
-    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
-        path, _, own = name.rpartition(".")
-        owner, called = model.get_submodule(path), path.rpartition(".")[2]
-        kinds = " ".join(kind.__name__ for kind in type(owner).__mro__)
-        is_matrix = re.search(r"\b(Linear|Embedding|EmbeddingBag|_ConvNd)\b", kinds) is not None
-        named = called if own in ("weight", "scale", "gamma", "beta") else own
-        is_norm = re.search(r"Norm(?!al)", kinds) or re.search(
-            r"norm_?[0-9a-z]?$|(^|_)ln(_?\w)?$", named
-        )
-        is_bias = re.search(r"(^|_)bias(_|$)", own) or (own == "weight" and called.endswith("bias"))
-        if is_bias or (is_norm and not is_matrix) or parameter.ndim < 2:
-            found.add(name)
-    return found
-
-
-def optimizer_of(
-    name: str, parameter: nn.Parameter, plan: OptimPlan, undecayed: Container[str]
-) -> torch.optim.Optimizer:
-    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule."""
-    is_matrix = name not in undecayed
-    lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
-    for rule in plan.rules:
-        if fnmatch.fnmatch(name, rule.match):
-            lr = plan.lr * rule.lr_scale if rule.lr_scale is not None else lr
-            decay = rule.weight_decay if rule.weight_decay is not None else decay
-    group: dict[str, Any] = {"params": [parameter], "lr": lr, "weight_decay": decay}
-    betas, is_hidden = (plan.betas[0], plan.betas[-1]), is_matrix and parameter.ndim == 2
-    if plan.name == "sgd":
-        return torch.optim.SGD([group], momentum=plan.betas[0])
-    if plan.name == "adafactor":
-        return torch.optim.Adafactor([group])
-    if plan.name == "lion":
-        return PlainLion([group], {"betas": betas})
-    if plan.name == "muon" and is_hidden and re.search(r"(^|\.)[0-9]+\.", name):
-        return torch.optim.Muon([group], momentum=betas[1], adjust_lr_fn="match_rms_adamw")
-    if plan.name in ("adamw", "muon"):
-        return torch.optim.AdamW([group], betas=betas, eps=plan.eps)
-    own = import_target("optim.name", plan.name)([group], lr=lr, **plan.args)
-    assert isinstance(own, torch.optim.Optimizer), "checked when the plan was made"
-    return own
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Lion as in its paper (Chen et al. 2023, algorithm 2), since torch has none."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
-            for weight in group["params"]:
-                gradient: Tensor = weight.grad
-                if gradient is None:
-                    continue
-                moment = self.state[weight].get("m", torch.zeros_like(weight))
-                direction = torch.sign(beta1 * moment + (1 - beta1) * gradient)
-                weight.copy_(weight - rate * (direction + decay * weight))
-                self.state[weight]["m"] = beta2 * moment + (1 - beta2) * gradient
-
-
-class TwoModels:
-    """The model that trains, and the model as it began."""
-
-    def __init__(self, plan: RunPlan, dtype: torch.dtype | None, beta: float) -> None:
-        self.first = build_plain(plan.model, seed=plan.train.seed).to(dtype).eval()
-        self.beta = beta
-
-    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Mean over the pairs of which both answers have a target; 0 where there are none."""
-        labels = batch["labels"]
-        with torch.no_grad():
-            before = _log_probs(self.first, batch)
-        gained = _log_probs(model, batch) - before
-        losses = -F.logsigmoid(self.beta * (gained[:, 0] - gained[:, 1]))
-        counted = (labels >= 0).any(2).all(1)
-        return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)
-
-
-def _log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    ids, labels = batch["input_ids"], batch["labels"]
-    output: Any = model(input_ids=ids.reshape(-1, ids.shape[-1]))
-    logits = output if isinstance(output, Tensor) else output.logits
-    each = logits.log_softmax(-1).view(*labels.shape, -1)
-    picked = each.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(labels >= 0, picked, 0.0).sum(-1)
-
-
-DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_")
-"""Methods that replace a tensor's values by random ones."""
-
-
-def build_plain(plan: ModelPlan, *, seed: int) -> nn.Module:
-    """Build the whole model, with its initial values, in this process."""
-    with seeded(seed):
-        if plan.hf is not None:
-            model = huggingface.build(plan, loads=True)
-        elif plan.is_deferred:
-            model = _initialised(plan, seed)
-        else:
-            model = _made(plan)
-    if plan.adapter is not None:
-        adapters.attach_(model, plan.adapter)
-        adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
-    return model
-
-
-def _made(plan: ModelPlan) -> nn.Module:
-    """The target's model, whose parameters keep their names where the user's code compiled it."""
-    model, _ = uncompiled_(import_target("model.target", plan.target)(**plan.args))
-    return model
-
-
-def _initialised(plan: ModelPlan, seed: int) -> nn.Module:
-    """Call the model's `init_weights()`; each parameter draws from a generator of its own name."""
-    with _DrawsForParameters(None):
-        model: Any = _made(plan)
-    own = {
-        parameter: generator_of(name, seed=seed)
-        for name, parameter in module_tree.named_parameters(model)
-    }
-    seed_all(seed)
-    with torch.no_grad(), _DrawsForParameters(own):
-        model.init_weights()
-    return model
-
-
-class _DrawsForParameters(TorchDispatchMode):
-    """Draws values of parameters from generators of their own, or leaves them out."""
-
-    def __init__(self, generators: dict[nn.Parameter, torch.Generator] | None) -> None:
-        super().__init__()
-        self.generators = generators
-        """Generator of each parameter; None: nothing is drawn."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if name_of(func) in DRAWS and kwargs.get("generator") is None:
-            if self.generators is None and isinstance(args[0], nn.Parameter):
-                return args[0]
-            if (own := self._generator_of(args[0])) is not None:
-                kwargs = {**kwargs, "generator": own}
-        return func(*args, **kwargs)
-
-    def _generator_of(self, tensor: Tensor) -> torch.Generator | None:
-        """The generator of the parameter whose memory this is now: `data` may be assigned."""
-        address = tensor.untyped_storage().data_ptr()
-        for parameter, generator in (self.generators or {}).items():
-            if parameter.untyped_storage().data_ptr() == address:
-                return generator
-        return None

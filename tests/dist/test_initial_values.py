@@ -29,7 +29,7 @@ from colotrain.models.loading import (
 )
 from colotrain.planner.traced.survey import UNCALLED, survey
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
-from colotrain.verify.reference import build_plain
+from colotrain.verify.plain_models import build_plain
 from tests.dist import hf
 from tests.dist.test_transport import plan_of, run
 from tests.representatives import representatives

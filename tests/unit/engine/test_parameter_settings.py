@@ -10,7 +10,7 @@ from torch import nn
 
 from colotrain.engine.optim.parameter_settings import norms_and_biases, settings_of
 from colotrain.runs.resolving import plan_from
-from colotrain.verify.reference import names_without_decay
+from colotrain.verify.optimizers import names_without_decay
 from tests.dist.conftest import SMALL
 
 transformers = pytest.importorskip("transformers")

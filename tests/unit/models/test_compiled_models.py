@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colotrain.models.facts import facts_of
 from colotrain.models.loading import build_whole
 from colotrain.spec.plan import ModelPlan
-from colotrain.verify.reference import build_plain
+from colotrain.verify.plain_models import build_plain
 
 
 class Net(nn.Module):

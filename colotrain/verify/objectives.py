@@ -1,0 +1,88 @@
+"""Losses of the objectives that need a second model, in plain torch: a class and a row each.
+
+They share no code with `models.objectives`, which is verified.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colotrain.spec.objectives import DPO, DistillPlan
+from colotrain.spec.plan import ModelPlan, RunPlan
+from colotrain.verify.plain_models import build_plain
+
+
+def objective_of(plan: RunPlan, dtype: torch.dtype | None) -> TwoModels | WithTeacher | None:
+    """The objective with its second model; None: the model's own loss is the objective."""
+    match plan.model.objective:
+        case DPO(beta=beta):
+            return TwoModels(plan, dtype, beta)
+        case DistillPlan():
+            return WithTeacher(plan.model.objective, dtype)
+    return None
+
+
+class TwoModels:
+    """The model that trains, and the model as it began."""
+
+    def __init__(self, plan: RunPlan, dtype: torch.dtype | None, beta: float) -> None:
+        self.first = build_plain(plan.model, seed=plan.train.seed).to(dtype).eval()
+        self.beta = beta
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the pairs of which both answers have a target; 0 where there are none."""
+        labels = batch["labels"]
+        with torch.no_grad():
+            before = _log_probs(self.first, batch)
+        gained = _log_probs(model, batch) - before
+        losses = -F.logsigmoid(self.beta * (gained[:, 0] - gained[:, 1]))
+        counted = (labels >= 0).any(2).all(1)
+        return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def _log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    ids, labels = batch["input_ids"], batch["labels"]
+    output: Any = model(input_ids=ids.reshape(-1, ids.shape[-1]))
+    logits = output if isinstance(output, Tensor) else output.logits
+    each = logits.log_softmax(-1).view(*labels.shape, -1)
+    picked = each.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels >= 0, picked, 0.0).sum(-1)
+
+
+class WithTeacher:
+    """The teacher beside the model that learns."""
+
+    def __init__(self, plan: DistillPlan, dtype: torch.dtype | None) -> None:
+        self.plan = plan
+        teacher = ModelPlan(target="", hf=plan.teacher)
+        self.teacher = build_plain(teacher, seed=0).to(dtype).eval()
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the targets; 0 where there are none."""
+        heat, alpha = self.plan.temperature, self.plan.alpha
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        counted = batch["labels"] >= 0
+        with torch.no_grad():
+            theirs = _logits(self.teacher, inputs)[counted].div(heat).softmax(-1)
+        logits = _logits(model, inputs)[counted]
+        ours, top = logits.div(heat).softmax(-1), theirs.topk(self.plan.top_k).indices
+        p, q = (_with_rest(every, top) for every in (theirs, ours))
+        divergence = torch.where(p > 0, p * (p.clamp(min=1e-300).log() - q.log()), 0.0).sum()
+        hard = nn.functional.cross_entropy(logits, batch["labels"][counted], reduction="sum")
+        total = alpha * heat**2 * divergence + (1 - alpha) * hard
+        return total / counted.sum().clamp(min=1)
+
+
+def _with_rest(every: Tensor, top: Tensor) -> Tensor:
+    """Probabilities of the tokens in `top`, and that of all others together."""
+    rest = every.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    return torch.cat([every.gather(-1, top), rest], -1)
+
+
+def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    output: Any = model(**inputs)
+    return output if isinstance(output, Tensor) else output.logits
