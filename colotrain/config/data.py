@@ -167,7 +167,7 @@ def _check_formats(plan: DataPlan) -> Iterator[Problem]:
 
 
 def _check_tokenizer(data: Data) -> Iterator[Problem]:
-    from colotrain.data.prepare.tokens import check_tokenizer
+    from colotrain.data.prepare.vocabulary import check_tokenizer
 
     wrong = check_tokenizer(data.tokenizer)
     if wrong is not None:

@@ -9,7 +9,7 @@ from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
 from colotrain.records import after
 from colotrain.spec.elastic import Recovery
-from colotrain.spec.objectives import DPO, Distill
+from colotrain.spec.objectives import DPO, Distill, Masking
 from colotrain.spec.observing import Notify, TextSamples
 from colotrain.spec.plan import Freeze, Recompute, StopEarly
 from colotrain.spec.settings import (
@@ -144,15 +144,6 @@ class Adapter:
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
     """Directory in PEFT's format to start from; its rank, alpha, layers and dropout are used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Masking:
-    """Masked language modelling."""
-
-    probability: float = 0.15
-    """Share of the tokens, special ones left out, that the model is to find. Of these 80 % are
-    replaced by the tokenizer's mask token and 10 % by random tokens; 10 % stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,9 +55,7 @@ def optimizer_name(value: str) -> Answer:
     if name in ("adamw", "adam"):
         note = "weight decay is decoupled" if name == "adam" else ""
         return Answer(outcome="taken", note=note, settings={"optim.name": "adamw"})
-    if name == "sgd":
-        return Answer(outcome="taken", settings={"optim.name": "sgd"})
-    if name in available():
+    if name in OPTIMIZERS:
         return Answer(outcome="taken", settings={"optim.name": name})
     return Answer(outcome="none", note=f"{value} is not there: adamw is used instead")
 
@@ -66,11 +64,6 @@ def plain_name(value: str) -> str:
     """Shorten a name of an implementation: `torch.optim.AdamW` and `paged_adamw_8bit` to `adamw`,
     DeepSpeedCPUAdam to `adam`."""
     return re.sub(IMPLEMENTATION, "", value.rpartition(".")[2].lower())
-
-
-def available() -> tuple[str, ...]:
-    """Names of colotrain's optimizers."""
-    return tuple(OPTIMIZERS)
 
 
 def _optimizer(value: Any, _: Flat) -> Answer:

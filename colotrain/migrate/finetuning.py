@@ -27,6 +27,8 @@ from colotrain.migrate.findings import (
     where,
     whole,
 )
+from colotrain.spec.objectives import OBJECTIVES
+from colotrain.spec.optimizers import OPTIMIZERS
 
 TRANSFORMERS: dict[str, Any] = {
     "train.grad_clip": 1.0,
@@ -62,7 +64,9 @@ QUANTIZED = (
     "weights as they are"
 )
 IMAGES = "models of pictures, sound or video are not read from such a file: name model and data"
-OBJECTIVE = "the objectives are those of train.objective: dpo, masked, distill, or the model's loss"
+OBJECTIVE = (
+    f"the objectives are those of train.objective: {', '.join(OBJECTIVES)}, or the model's loss"
+)
 CHECKPOINT = "another tool's checkpoint is not continued: name its weights as the model"
 KERNELS = "attention and other kernels are chosen for the model; results are the same"
 TEMPLATE = (
@@ -161,7 +165,8 @@ def optimizer(value: Any, _: Flat) -> Answer:
     """The optimizer of a name; a state of fewer bits is an approximation of the same update."""
     answer = optimizer_name(str(value))
     if answer.outcome != "taken":
-        note = f"the optimizers are adamw, sgd, lion, muon and adafactor, not {value}"
+        *others, last = OPTIMIZERS
+        note = f"the optimizers are {', '.join(others)} and {last}, not {value}"
         return Answer(outcome="refused", note=note)
     note = answer.note
     if re.search(r"[48]bit", str(value)):

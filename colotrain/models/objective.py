@@ -40,7 +40,8 @@ def attach_(model: nn.Module, plan: ModelPlan) -> None:
         loss = import_target("train.loss", plan.loss)
         taken = _taken_by(model, is_hf=plan.hf is not None)
         inputs = functools.partial(taken_from, model=model, taken=taken)
-        facts_of(model).objective = Objective(f"train.loss={plan.loss}", loss, inputs)
+        setting = f"train.loss={plan.loss}"
+        facts_of(model).objective = Objective(setting, loss, inputs, is_users=True)
     elif plan.objective is not None:
         facts_of(model).objective = _of(plan.objective)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from colotrain.config.schema import Config
@@ -13,19 +13,19 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, around
 from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.model_surveys import ModelSurveys
+from colotrain.planner.scale import Scale
 from colotrain.records import same_fields
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.objectives import Distill, DistillPlan
-from colotrain.spec.plan import FreezePlan, ModelPlan
+from colotrain.spec.plan import BatchPlan, DataPlan, FreezePlan, ModelPlan, TrainPlan
 from colotrain.spec.survey import Survey, Trace
-from colotrain.spec.teacher import kept_bytes
+from colotrain.spec.teacher import kept_bytes, teacher_of
 
 TEACHER = "train.distill.teacher"
 
 
-def distill_plan(settings: Config, problems: list[Problem]) -> DistillPlan | None:
+def distill_plan(distill: Distill, problems: list[Problem]) -> DistillPlan | None:
     """The resolved `train.distill`; None without a teacher."""
-    distill = settings.train.distill
     if distill.teacher is None:
         fix = "name a Hugging Face directory"
         expected = "a teacher under train.objective=distill"
@@ -81,6 +81,36 @@ def check_distillation(
     ):
         if wrong:
             yield Problem(key=TEACHER, value=plan.teacher, expected=expected)
+
+
+def pass_before(
+    model: ModelPlan,
+    student: Survey,
+    data: DataPlan,
+    train: TrainPlan,
+    scale: Scale,
+    batch: BatchPlan,
+    surveys: ModelSurveys,
+) -> Callable[[Layout], Estimate] | None:
+    """Function of a rank's memory in the pass before the first step; None: no model is added."""
+    distill, teacher = model.objective, teacher_of(model, train.precision)
+    if not isinstance(distill, DistillPlan) or teacher is None:
+        return None
+    surveyed = surveys.survey(teacher, FreezePlan(), data.seq_len)
+    traces = surveys.traces(teacher, FreezePlan(patterns=("*",)), data, train, scale)
+
+    def before(layout: Layout) -> Estimate:
+        return memory_of_pass(
+            layout,
+            student,
+            surveyed,
+            traces("none", layout.micro_batch),
+            distill=distill,
+            num_samples=train.max_steps * batch.global_batch,
+            seq_len=data.seq_len,
+        )
+
+    return before
 
 
 def memory_of_pass(

@@ -1,34 +1,20 @@
-"""Checks of configuration against the model: freezing, optimizer rules, vocabulary, length."""
+"""Checks of configuration against the model: freezing, optimizer rules, mesh, length."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
 from colotrain.config.schema import Config, Data, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
-from colotrain.planner.advise import Traces
-from colotrain.planner.distillation import check_distillation, memory_of_pass
-from colotrain.planner.layout import Layout
-from colotrain.planner.memory import Estimate
 from colotrain.planner.model_surveys import ModelSurveys
-from colotrain.planner.scale import Scale, mesh_of, touches
-from colotrain.spec.objectives import DistillPlan
-from colotrain.spec.plan import (
-    BatchPlan,
-    DataPlan,
-    Freeze,
-    FreezePlan,
-    ModelPlan,
-    ParameterCounts,
-    Recompute,
-    TrainPlan,
-)
-from colotrain.spec.survey import COMPILER, Survey, Trace
-from colotrain.spec.teacher import teacher_of
+from colotrain.planner.objectives import check_objective
+from colotrain.planner.scale import mesh_of, touches
+from colotrain.planner.vocabulary import check_vocabulary
+from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts
+from colotrain.spec.survey import COMPILER, Survey
 
 
 def survey_model(
@@ -55,11 +41,9 @@ def survey_model(
         problems += _check_freeze(settings.freeze, found)
     problems += _check_rules(settings.optim, found)
     if not touches(problems, ("data",)):
-        problems += _check_task(settings, model, found)
-        problems += _check_preferences(settings, model, found)
-        problems += check_distillation(settings, model, found, surveys)
+        problems += check_objective(settings, model, found, surveys)
         problems += _check_text_samples(settings, model, found)
-        problems += _check_vocabulary(settings, found)
+        problems += check_vocabulary(settings, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
     problems += _check_context_parallel(settings, model, found)
@@ -121,37 +105,6 @@ def _nearest(glob: str, names: list[str]) -> str:
     return hint if hint.startswith("did you mean") else suggest("", set(outermost))
 
 
-def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
-    """Problem of text, whose labels are the next tokens, for a model of another task.
-
-    Where tokens are hidden, it is that of a model that is not made to find them.
-    """
-    if settings.train.objective == "masked":
-        if not survey.finds_hidden and (model.hf or survey.scores_tokens):
-            expected = "a masked language model, such as a BertForMaskedLM, for its objective"
-            fix = "set train.objective=null"
-            yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
-    elif survey.other_task and settings.data.target is None and settings.train.loss is None:
-        expected = "a causal language model, for the labels of text are the next tokens; this one "
-        hides = "set train.objective=masked, which hides tokens of the text, or "
-        fix = f"{hides if survey.finds_hidden else ''}set data.target to a dataset of yours"
-        yield Problem(
-            key=model.key,
-            value=model.value,
-            expected=f"{expected}is for {survey.other_task}",
-            fix=f"{fix} whose samples have {survey.samples or 'what its forward takes'}",
-        )
-
-
-def _check_preferences(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
-    """Problem of a model whose loss is known of all tokens together only."""
-    if settings.train.objective == "dpo" and not (survey.scores_tokens or survey.other_task):
-        expected = "a causal model of transformers without the routers' auxiliary loss, or "
-        expected += "colotrain.models.llm:LLM, under train.objective=dpo"
-        fix = "set train.objective=null, and name a loss of yours in train.loss"
-        yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
-
-
 def _check_text_samples(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
     """Problem of prompts for a model that does not continue texts."""
     prompts = settings.observe.samples.prompts
@@ -164,20 +117,6 @@ def _check_text_samples(settings: Config, model: ModelPlan, survey: Survey) -> I
         expected = "a causal model of transformers, or colotrain.models.llm:LLM"
         fix = "set observe.samples.prompts=[]"
         yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
-
-
-def _check_vocabulary(settings: Config, survey: Survey) -> Iterator[Problem]:
-    """Problems of a tokenizer larger than the model; token files are checked when they are read."""
-    data = settings.data
-    if data.target is not None or survey.vocab_size is None or holds_tokens(data):
-        return
-    from colotrain.data.prepare.tokens import vocab_size_of
-
-    size = vocab_size_of(data.tokenizer, settings.model.tokens)
-    if size is not None and size > survey.vocab_size:
-        expected = f"at most model.args.vocab_size={survey.vocab_size} tokens, not {size}"
-        fix = f"set model.args.vocab_size={size}, or another data.tokenizer"
-        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
 
 
 def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
@@ -309,61 +248,3 @@ def count(survey: Survey) -> ParameterCounts:
     total = sum(p.numel for p in survey.parameters)
     frozen = sum(p.numel for p in survey.parameters if p.frozen_by is not None)
     return ParameterCounts(total=total, trainable=total - frozen, frozen=frozen)
-
-
-def traces_of(
-    surveys: ModelSurveys,
-    model: ModelPlan,
-    freeze: FreezePlan,
-    data: DataPlan,
-    train: TrainPlan,
-    scale: Scale,
-) -> Traces:
-    """Function that traces the model after all scheduled unfreezing; results are cached."""
-    exceptions = (*freeze.except_, *freeze.scheduled)
-    at_most = dataclasses.replace(freeze, except_=exceptions, unfreeze={})
-
-    @functools.cache
-    def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
-        return surveys.trace(
-            model,
-            at_most,
-            data,
-            precision=train.precision,
-            checkpointing=checkpointing,
-            device=scale.device,
-            micro_batch=micro_batch,
-            mesh=scale.mesh,
-        )
-
-    return traces
-
-
-def pass_before(
-    model: ModelPlan,
-    student: Survey,
-    data: DataPlan,
-    train: TrainPlan,
-    scale: Scale,
-    batch: BatchPlan,
-    surveys: ModelSurveys,
-) -> Callable[[Layout], Estimate] | None:
-    """Function of a rank's memory in the pass before the first step; None: no model is added."""
-    distill, teacher = model.objective, teacher_of(model, train.precision)
-    if not isinstance(distill, DistillPlan) or teacher is None:
-        return None
-    surveyed = surveys.survey(teacher, FreezePlan(), data.seq_len)
-    traces = traces_of(surveys, teacher, FreezePlan(patterns=("*",)), data, train, scale)
-
-    def before(layout: Layout) -> Estimate:
-        return memory_of_pass(
-            layout,
-            student,
-            surveyed,
-            traces("none", layout.micro_batch),
-            distill=distill,
-            num_samples=train.max_steps * batch.global_batch,
-            seq_len=data.seq_len,
-        )
-
-    return before

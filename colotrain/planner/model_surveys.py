@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from colotrain.data.prepare.prepared import Split
@@ -15,10 +15,12 @@ from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.launch.server.compiler import postpone_compiler
 from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
+from colotrain.planner.advise import Traces
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies, record_trial
+from colotrain.planner.scale import Scale
 from colotrain.spec.axes import MeshPlan
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute, TrainPlan
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import LossStudy, Survey, Trace, Ungrouped
 
@@ -77,6 +79,28 @@ class ModelSurveys:
             return result.trace
         left = self._cached(Ungrouped, about, "ungrouped", model, freeze, data, data=data)
         return replace(result.trace, ungrouped=left.blocks)
+
+    def traces(
+        self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, train: TrainPlan, scale: Scale
+    ) -> Traces:
+        """Return a function that traces the model after all scheduled unfreezing, and caches."""
+        exceptions = (*freeze.except_, *freeze.scheduled)
+        at_most = replace(freeze, except_=exceptions, unfreeze={})
+
+        @cache
+        def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
+            return self.trace(
+                model,
+                at_most,
+                data,
+                precision=train.precision,
+                checkpointing=checkpointing,
+                device=scale.device,
+                micro_batch=micro_batch,
+                mesh=scale.mesh,
+            )
+
+        return traces
 
     def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
         """Return the blocks of a model that stages may divide, or why there are none."""

@@ -1,23 +1,18 @@
-"""The data of a run as its objective wants them, and the vocabulary that model and data share.
-
-An objective wants pairs, or text of which tokens are hidden. New tokens need rows in the embedding.
-"""
+"""What the objective of a run wants of its settings, its data and its model."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 from colotrain.config.data import data_plan
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
 from colotrain.errors import Problem
-from colotrain.planner.distillation import distill_plan
+from colotrain.planner.distillation import check_distillation, distill_plan
+from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import touches
-from colotrain.rundir import read_json
-from colotrain.spec.objectives import MaskedPlan, ObjectivePlan
-from colotrain.spec.plan import DataPlan
+from colotrain.spec.objectives import Distill, MaskedPlan, ObjectivePlan, objective_of
+from colotrain.spec.plan import DataPlan, ModelPlan
 from colotrain.spec.survey import Survey
 
 SHORTEST = 3  # tokens of a sample: one between those that begin and end it
@@ -25,110 +20,24 @@ SHORTEST = 3  # tokens of a sample: one between those that begin and end it
 
 def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
     """The plan of the data section; None without a source of data, or where problems forbid it."""
-    masked = _masked(settings, problems) if settings.train.objective == "masked" else None
-    pairs = settings.train.objective == "dpo"
+    objective = objective_of(settings.train.objective)
     return data_plan(
-        settings.data, problems, pairs=pairs, masked=masked, tokens=settings.model.tokens
+        settings.data,
+        problems,
+        pairs=objective.has_pairs,
+        masked=_masked(settings, problems) if objective.hides_tokens else None,
+        tokens=settings.model.tokens,
     )
 
 
 def objective_plan(settings: Config, problems: list[Problem]) -> ObjectivePlan | None:
     """What the loss of `train.objective` depends on; None where the model has its own."""
-    match settings.train.objective:
-        case "dpo":
-            return settings.train.dpo
-        case "distill":
-            return distill_plan(settings, problems)
-    return None
-
-
-def stored_vocab_size(folder: str) -> int | None:
-    """Size of the vocabulary in a directory's config.json; None where it has none."""
-    try:
-        config = read_json(Path(folder).expanduser() / "config.json")
-        size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError):
+    if settings.train.objective is None:
         return None
-    return size if isinstance(size, int) else None
-
-
-def with_new_tokens(settings: Config, problems: list[Problem]) -> Config:
-    """Set `model.args.vocab_size` of a model directory where the tokenizer has more tokens.
-
-    The size is a multiple of `mesh.tp`. A tokenizer of which the directory's own is no beginning is
-    another one: it is refused as too large.
-    """
-    model, data = settings.model, settings.data
-    problems += _check_new_tokens(settings)
-    if model.hf is None or data.target is not None or "vocab_size" in model.args:
-        return settings
-    stored, size = stored_vocab_size(model.hf), _num_tokens(settings)
-    if stored is None or size is None or size <= stored or not _extends(data.tokenizer, model.hf):
-        return settings
-    unit = max(settings.mesh.tp, 1)  # a smaller one is refused later
-    rows = -(-size // unit) * unit
-    args = {**model.args, "vocab_size": rows}
-    return dataclasses.replace(settings, model=dataclasses.replace(model, args=args))
-
-
-def _num_tokens(settings: Config) -> int | None:
-    return vocabulary.vocab_size_of(settings.data.tokenizer, settings.model.tokens)
-
-
-def _extends(tokenizer: str, folder: str) -> bool:
-    """Whether a tokenizer has all tokens of a directory's own one, with the same ids."""
-    mine, own = vocabulary.tokenizer_file(tokenizer), vocabulary.tokenizer_file(folder)
-    if mine is None or own is None or vocabulary.check_tokenizer(folder) is not None:
-        return False
-    if mine == own:
-        return True
-    return vocabulary.load(own).get_vocab().items() <= vocabulary.load(mine).get_vocab().items()
-
-
-def _check_new_tokens(settings: Config) -> Iterator[Problem]:
-    tokens, tokenizer = settings.model.tokens, settings.data.tokenizer
-    if tokens and settings.data.target is not None:
-        expected = "none with data.target, whose tokenizer is not known"
-        fix = "add them to your tokenizer, and set model.args.vocab_size to its size"
-        yield Problem(key="model.tokens", value=tokens, expected=expected, fix=fix)
-    elif tokens and vocabulary.tokenizer_file(tokenizer) is None:
-        expected = f"none with data.tokenizer={tokenizer}, which has no special tokens"
-        fix = "name a tokenizer.json, or a directory with one"
-        yield Problem(key="model.tokens", value=tokens, expected=expected, fix=fix)
-    elif not all(isinstance(token, str) and token for token in tokens):
-        yield Problem(key="model.tokens", value=tokens, expected="texts that are not empty")
-
-
-def warn_of_new_rows(settings: Config, survey: Survey) -> Iterator[str]:
-    """Say how many rows are new in the embedding, and whether rows of added tokens train.
-
-    Added tokens may take rows that the embedding has to spare: then it does not grow.
-    """
-    if settings.model.hf is None:
-        return
-    rows, stored = survey.vocab_size, stored_vocab_size(settings.model.hf)
-    if rows is None or stored is None:
-        return
-    if rows > stored:
-        yield (
-            f"the vocabulary grows from {stored:,} to {rows:,} tokens: {rows - stored:,} new rows "
-            "of embedding and head begin at the mean of the others"
-        )
-    frozen = [p.name for p in survey.parameters if p.shape[:1] == (rows,) and p.frozen_by]
-    if frozen and (added := _num_added(settings)):
-        names, tokens = ", ".join(frozen), f"{added:,} added token{'s' * (added > 1)}"
-        yield f"rows of {tokens} in frozen {names} do not train: freeze.except=[{names}] lets them"
-
-
-def _num_added(settings: Config) -> int:
-    """Number of tokens that the model directory's own tokenizer lacks; 0 where it has none."""
-    tokenizer, folder = settings.data.tokenizer, settings.model.hf
-    if folder is None or settings.data.target is not None or not _extends(tokenizer, folder):
-        return 0
-    mine, own = vocabulary.tokenizer_file(tokenizer), vocabulary.tokenizer_file(folder)
-    assert mine is not None and own is not None, "one extends the other"  # noqa: PT018
-    known = vocabulary.load(own).get_vocab()
-    return len({*vocabulary.load(mine).get_vocab(), *settings.model.tokens} - set(known))
+    section = getattr(settings.train, objective_of(settings.train.objective).section)
+    if isinstance(section, Distill):
+        return distill_plan(section, problems)
+    return section if isinstance(section, ObjectivePlan) else None
 
 
 def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:
@@ -154,5 +63,47 @@ def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:
         begin_id=found.begin,
         end_id=found.end,
         special_ids=found.special,
-        vocab_size=_num_tokens(settings) or 0,
+        vocab_size=vocabulary.vocab_size_of(data.tokenizer, settings.model.tokens) or 0,
     )
+
+
+def check_objective(
+    settings: Config, model: ModelPlan, survey: Survey, surveys: ModelSurveys
+) -> Iterator[Problem]:
+    """Problems of a model that cannot have the objective's loss, or its labels."""
+    yield from _check_task(settings, model, survey)
+    yield from _check_scores(settings, model, survey)
+    yield from check_distillation(settings, model, survey, surveys)
+
+
+def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problem of text, whose labels are the next tokens, for a model of another task.
+
+    Where tokens are hidden, it is that of a model that is not made to find them.
+    """
+    if objective_of(settings.train.objective).hides_tokens:
+        if not survey.finds_hidden and (model.hf or survey.scores_tokens):
+            expected = "a masked language model, such as a BertForMaskedLM, for its objective"
+            fix = "set train.objective=null"
+            yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
+    elif survey.other_task and settings.data.target is None and settings.train.loss is None:
+        expected = "a causal language model, for the labels of text are the next tokens; this one "
+        hides = "set train.objective=masked, which hides tokens of the text, or "
+        fix = f"{hides if survey.finds_hidden else ''}set data.target to a dataset of yours"
+        yield Problem(
+            key=model.key,
+            value=model.value,
+            expected=f"{expected}is for {survey.other_task}",
+            fix=f"{fix} whose samples have {survey.samples or 'what its forward takes'}",
+        )
+
+
+def _check_scores(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problem of a model whose loss is known of all tokens together only."""
+    objective = settings.train.objective
+    needs_scores = objective_of(objective).scores_tokens
+    if needs_scores and not (survey.scores_tokens or survey.other_task):
+        expected = "a causal model of transformers without the routers' auxiliary loss, or "
+        expected += f"colotrain.models.llm:LLM, under train.objective={objective}"
+        fix = "set train.objective=null, and name a loss of yours in train.loss"
+        yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)

@@ -20,28 +20,16 @@ from colotrain.config.observing import check_traced_ranks, notify_plan, profile_
 from colotrain.config.schema import Config, Elastic, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import Option, SearchSpace
+from colotrain.planner.distillation import pass_before
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import changed_plans, memory_warnings, with_changes
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.micro_batch import choose
-from colotrain.planner.model import (
-    UNBUILT,
-    at_peak,
-    count,
-    pass_before,
-    survey_model,
-    traces_of,
-    warn_of_data,
-)
+from colotrain.planner.model import UNBUILT, at_peak, count, survey_model, warn_of_data
 from colotrain.planner.model_surveys import ModelSurveys
-from colotrain.planner.objectives import (
-    objective_plan,
-    plan_data,
-    warn_of_new_rows,
-    with_new_tokens,
-)
+from colotrain.planner.objectives import objective_plan, plan_data
 from colotrain.planner.pipeline import bubble_warning, plan_stages
 from colotrain.planner.plugin import (
     PlanningContext,
@@ -58,6 +46,7 @@ from colotrain.planner.resizing import (
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.planner.stages import of_fullest_stage
+from colotrain.planner.vocabulary import warn_of_new_rows, with_new_tokens
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import endless_evaluation, no_best, tokens_per_count
@@ -213,7 +202,7 @@ def planning_context(
     survey = at_peak(examined.survey.divided(scale.mesh.tp), examined.freeze)
     search_space = SearchSpace(
         survey=survey,
-        traces=traces_of(surveys, model, examined.freeze, data, train, scale),
+        traces=surveys.traces(model, examined.freeze, data, train, scale),
         hardware=timed_hardware(examined.settings, scale, machine),
         capacity=scale.memory_bytes,
         global_batch=batch.global_batch,

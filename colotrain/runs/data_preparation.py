@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import ConfigError, Problem
-from colotrain.planner.objectives import stored_vocab_size
+from colotrain.planner.vocabulary import stored_vocab_size
 from colotrain.spec.batch import refuse_rules_of_metrics
 from colotrain.spec.plan import RunPlan
 

@@ -1,11 +1,50 @@
-"""Settings of the built-in objectives, all resolved. Standard library only."""
+"""The objectives that `train.objective` may name: settings, and what other rooms ask of each.
+
+Standard library only; `models.objectives` has the losses.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
+
+
+class Objective:
+    """Properties of an objective in any run; those here are of the model's own loss.
+
+    Its fields are its settings.
+    """
+
+    __slots__ = ()
+
+    section: ClassVar[str]
+    """Name of its settings under `train`."""
+    has_pairs: ClassVar[bool] = False
+    """Whether samples are preference pairs."""
+    hides_tokens: ClassVar[bool] = False
+    """Whether labels are tokens that are hidden from the model, instead of the next ones."""
+    scores_tokens: ClassVar[bool] = False
+    """Whether it needs the loss of every token by itself, which not every causal model gives."""
+
+    @property
+    def teacher(self) -> str | None:
+        """Directory of a second model, whose probabilities are learned; None: there is none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masking(Objective):
+    """Masked language modelling."""
+
+    section = "masking"
+    hides_tokens = True
+
+    probability: float = 0.15
+    """Share of the tokens, special ones left out, that the model is to find. Of these 80 % are
+    replaced by the tokenizer's mask token and 10 % by random tokens; 10 % stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +66,22 @@ class MaskedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPO:
+class DPO(Objective):
     """Direct preference optimization."""
+
+    section = "dpo"
+    has_pairs = True
+    scores_tokens = True
 
     beta: float = 0.1
     """How much the model is held to its reference; lower values allow more change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distill:
+class Distill(Objective):
     """Knowledge distillation."""
+
+    section = "distill"
 
     teacher: str | None = None
     """A Hugging Face directory of a causal model with the vocabulary of the one that trains."""
@@ -47,6 +92,11 @@ class Distill:
     """Weight of the teacher in the loss; that of the labels is the rest to 1."""
     temperature: float = 1.0
     """Divides the logits of both models in the teacher's part of the loss."""
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of int32 that are kept of a target: tokens, and the bits of probabilities."""
+        return 2 * self.top_k + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +109,8 @@ class DistillPlan(Distill):
 
 ObjectivePlan = DPO | DistillPlan
 """An objective whose loss colotrain computes; each has other keys."""
+OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "masked": Masking, "distill": Distill}
+
+
+def objective_of(name: str | None) -> type[Objective]:
+    return Objective if name is None else OBJECTIVES[name]

@@ -18,13 +18,13 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 def teacher_of(model: ModelPlan, precision: str) -> ModelPlan | None:
     """The teacher as a model, in the run's precision; None under objectives without one."""
-    if not isinstance(objective := model.objective, DistillPlan):
+    if model.objective is None or model.objective.teacher is None:
         return None
     args = {"dtype": DTYPES.get(precision, "float32")}
-    return ModelPlan(target="", hf=objective.teacher, args=args)
+    return ModelPlan(target="", hf=model.objective.teacher, args=args)
 
 
 def kept_bytes(distill: DistillPlan, *, num_samples: int, seq_len: int) -> int:
     """Most host memory of a rank for what the teacher says of `num_samples` of its samples."""
-    row_bytes = (2 * distill.top_k + 1) * 4 * seq_len
+    row_bytes = distill.row_size * 4 * seq_len
     return COPIES * min(num_samples * row_bytes, PART_BYTES + row_bytes)

@@ -26,19 +26,11 @@ from colotrain.data.prepare.prepared import (
 )
 from colotrain.data.prepare.sources import Sources, describe_sources, find_sources, shown_names
 from colotrain.data.prepare.token_files import are_known, open_token_files
-from colotrain.data.prepare.vocabulary import Encoder, check_tokenizer, vocab_size_of
+from colotrain.data.prepare.vocabulary import Encoder, check_tokenizer
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
-__all__ = [
-    "Prepared",
-    "Progress",
-    "check_tokenizer",
-    "decode",
-    "prepare",
-    "prepare_shards",
-    "vocab_size_of",
-]
+__all__ = ["Prepared", "Progress", "decode", "prepare", "prepare_shards"]
 
 FORMAT = 8  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21

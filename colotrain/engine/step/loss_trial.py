@@ -119,7 +119,7 @@ def sums_tokens(model: nn.Module) -> bool:
     """Whether colotrain's own code sums the loss over labels that are not -100."""
     own = isinstance(model, LLM) or task_in(model) is CAUSAL
     objective = objective_of(model)
-    return own if objective is None else not objective.setting.startswith("train.loss=")
+    return own if objective is None else not objective.is_users
 
 
 @torch.no_grad()

@@ -58,3 +58,5 @@ class Objective:
     """Context of forward, of a batch."""
     kept: Kept | None = None
     """What the loss needs that another model, or the model before, says of a sample."""
+    is_users: bool = False
+    """Whether the user's own function computes the loss."""

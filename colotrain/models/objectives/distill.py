@@ -38,7 +38,7 @@ TEACHER = "teacher"
 def objective(plan: DistillPlan) -> Objective:
     kept = Kept(
         entry=TEACHER,
-        shape=lambda labels: (*labels, 2 * plan.top_k + 1),
+        shape=lambda labels: (*labels, plan.row_size),
         unknown=torch.tensor(UNKNOWN, dtype=torch.int32),
         rows=functools.partial(rows_of_teacher, plan=plan),
         settings=to_plain(plan) | {"alpha": None},
@@ -87,7 +87,7 @@ def as_teacher(plan: DistillPlan) -> AbstractContextManager[None]:
     def rows_of(
         x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
     ) -> Tensor:
-        found = torch.empty(len(x), 2 * plan.top_k + 1, dtype=torch.int32, device=x.device)
+        found = torch.empty(len(x), plan.row_size, dtype=torch.int32, device=x.device)
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
             products = F.linear(x[start : start + step], weight, bias)

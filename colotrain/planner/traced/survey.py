@@ -52,7 +52,6 @@ from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
-from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
@@ -118,7 +117,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
 
 def uses_transformers(module: nn.Module, model: ModelPlan) -> bool:
     """Whether the model or its teacher is one of transformers, which every rank then imports."""
-    if isinstance(model.objective, DistillPlan):  # its teacher is one of transformers' models
+    if model.objective and model.objective.teacher:
         return True
     return any(TRANSFORMERS in type(inner).__module__ for inner in module.modules())
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from colotrain.data.prepare import corpora, token_files, tokens
-from colotrain.data.prepare.tokens import Prepared, check_tokenizer, decode, prepare, vocab_size_of
+from colotrain.data.prepare.tokens import Prepared, decode, prepare
+from colotrain.data.prepare.vocabulary import check_tokenizer, vocab_size_of
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.spec.plan import DataPlan
 

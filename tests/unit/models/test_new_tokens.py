@@ -16,7 +16,7 @@ from colotrain.models import huggingface
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build, build_whole
 from colotrain.models.stored import StoredTensors, weight_files
-from colotrain.planner.objectives import warn_of_new_rows, with_new_tokens
+from colotrain.planner.vocabulary import warn_of_new_rows, with_new_tokens
 from colotrain.spec.plan import ModelPlan
 from colotrain.spec.survey import ParameterInfo, Survey
 from tests.dist import hf
