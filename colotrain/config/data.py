@@ -108,6 +108,8 @@ def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
 
 def holds_tokens(data: Data) -> bool:
     """Whether the data are already tokens, whose vocabulary is known only when they are read."""
+    from colotrain.data.prepare.formats import TOKEN_FORMATS
+
     paths = [data.path] if isinstance(data.path, str) else list(data.path or [])
     kinds = [data.format]
     for part in data.mixture:
@@ -116,7 +118,7 @@ def holds_tokens(data: Data) -> bool:
     named = any(path.endswith((".bin", ".idx")) for path in paths)
     found = any(any(Path(path).expanduser().glob("*.bin")) for path in paths if path)
     prefix = any(Path(f"{path}.idx").exists() for path in paths)
-    return named or found or prefix or bool({"nanogpt", "megatron"} & set(kinds))
+    return named or found or prefix or bool({*TOKEN_FORMATS} & {*kinds})
 
 
 def _part(part: Part, key: str, problems: list[Problem]) -> PartPlan:

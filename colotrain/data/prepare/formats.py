@@ -1,22 +1,11 @@
-"""Formats of data files, recognised by their names and contents. No torch here.
-
-| format | what it is |
-| --- | --- |
-| text | files of UTF-8 text, each a document |
-| jsonl | one JSON object per line |
-| json | one JSON document: an array of records, an object with one, or a single record |
-| csv | a table with a header, separated by commas, semicolons or tabs |
-| parquet | Apache Parquet |
-| arrow | a folder written by `save_to_disk` of the datasets library, or Arrow files |
-| nanogpt | `.bin`: raw 16-bit tokens (`.u32.bin`: 32-bit) |
-| megatron | `.bin` with an `.idx` beside it, as Megatron-LM writes them |
-"""
+"""Formats of data files, recognised by their names and contents. No torch here."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +15,38 @@ from colotrain.data.prepare.packed_files import PACKINGS, open_unpacked
 from colotrain.errors import fix_of
 from colotrain.rundir import read_json
 
-RECORD_FORMATS = ("jsonl", "json", "csv", "parquet", "arrow")
-TOKEN_FORMATS = ("nanogpt", "megatron")
-FORMATS = ("text", *RECORD_FORMATS, *TOKEN_FORMATS)
-ENDINGS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format; `records` and `token_files` have a row for its reader."""
+
+    family: str
+    """`text`, `records` or `tokens`."""
+    endings: tuple[str, ...] = ()
+    """How names of its files end, where that tells it."""
+    may_be_packed: bool = False
+    """Whether it is read from compressed files, too."""
+
+
+FORMATS = {
+    # UTF-8, each file a document
+    "text": Format(family="text"),
+    # one JSON object per line
+    "jsonl": Format(family="records", endings=(".jsonl", ".ndjson"), may_be_packed=True),
+    # one JSON document: an array of records, an object with one, or a single record
+    "json": Format(family="records", endings=(".json",), may_be_packed=True),
+    # a table with a header, separated by commas, semicolons or tabs
+    "csv": Format(family="records", endings=(".csv", ".tsv"), may_be_packed=True),
+    "parquet": Format(family="records", endings=(".parquet",)),
+    # a folder written by `save_to_disk` of the datasets library, or Arrow files
+    "arrow": Format(family="records", endings=(".arrow",)),
+    # `.bin`: raw 16-bit tokens (`.u32.bin`: 32-bit)
+    "nanogpt": Format(family="tokens"),
+    # `.bin` with an `.idx` beside it, as Megatron-LM writes them
+    "megatron": Format(family="tokens"),
 }
-PACKED_FORMATS = ("jsonl", "json", "csv")
-"""Formats that are read from compressed files, too."""
+ENDINGS = {ending: name for name, known in FORMATS.items() for ending in known.endings}
+TOKEN_FORMATS = tuple(name for name, known in FORMATS.items() if known.family == "tokens")
 LISTS = ("data", "rows", "records", "examples", "instances", "samples", "items")
 """Keys under which a JSON object may hold the array of its records."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -54,7 +61,7 @@ def kind_of(path: Path) -> str:
     name = path.name.lower()
     packing = next((ending for ending in PACKINGS if name.endswith(ending)), "")
     kind = ENDINGS.get(Path(name.removesuffix(packing)).suffix, "text")
-    if packing and kind not in PACKED_FORMATS:
+    if packing and not FORMATS[kind].may_be_packed:
         return "text"
     if kind == "json":
         return "text" if name.startswith(HUGGING_FACE) else _kind_of_json(path)
@@ -91,9 +98,7 @@ def _end_of_object(text: str) -> int:
 
 def family_of(kind: str) -> str:
     """`text`, `records` or `tokens`."""
-    if kind in TOKEN_FORMATS:
-        return "tokens"
-    return "records" if kind in RECORD_FORMATS else "text"
+    return FORMATS[kind].family if kind in FORMATS else "text"
 
 
 def is_about(name: str) -> bool:

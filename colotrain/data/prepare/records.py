@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +50,13 @@ class BadRecord(Exception):
 
 def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
     """The blocks of a file; from Parquet and Arrow only `columns` are read, where they exist."""
-    pieces = {"jsonl": _lines, "json": json_pieces, "csv": table_pieces}.get(file.kind)
-    found = _rows(file.path, file.kind, columns) if pieces is None else pieces(file.path)
-    kinds = {"jsonl": "lines", "json": "lines", "csv": "table"}
-    for numbers, payload, done in found:
+    kind, pieces = READERS[file.kind]
+    for numbers, payload, done in pieces(file.path, columns):
         yield Block(
             file=str(file.path),
             name=file.name,
             split=file.split,
-            kind=kinds.get(file.kind, "arrow"),
+            kind=kind,
             numbers=numbers,
             payload=payload,
             done=done,
@@ -112,13 +110,12 @@ def _lines(path: Path) -> Pieces:
             number += count
 
 
-def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
+def _rows(kind: str, path: Path, batches: Iterator[tuple[Any, float]]) -> Pieces:
     """Rows as Arrow streams; the bytes read are estimated from the share of rows."""
     pa = import_pyarrow()
     number, size = 1, path.stat().st_size
-    source = _parquet_batches if kind == "parquet" else _arrow_batches
     with _errors_told(f"{path}: cannot be read as {kind}"):
-        for batch, share in source(path, columns):
+        for batch, share in batches:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
@@ -192,3 +189,13 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+READERS: dict[str, tuple[str, Callable[[Path, frozenset[str]], Pieces]]] = {
+    "jsonl": ("lines", lambda path, _: _lines(path)),
+    "json": ("lines", lambda path, _: json_pieces(path)),
+    "csv": ("table", lambda path, _: table_pieces(path)),
+    "parquet": ("arrow", lambda path, names: _rows("parquet", path, _parquet_batches(path, names))),
+    "arrow": ("arrow", lambda path, names: _rows("arrow", path, _arrow_batches(path, names))),
+}
+"""Format → `Block.kind` of its pieces, and function of a path and columns that reads them."""

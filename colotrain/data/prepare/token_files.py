@@ -47,8 +47,7 @@ def are_known(files: Sequence[DataFile], store: Cache, *, salt: str) -> bool:
 
 
 def _open(file: DataFile) -> Prepared:
-    path = file.path.absolute()
-    return _open_megatron(path) if file.kind == "megatron" else _open_nanogpt(path)
+    return OPENERS[file.kind](file.path.absolute())
 
 
 def _open_nanogpt(file: Path) -> Prepared:
@@ -90,6 +89,10 @@ def _open_megatron(file: Path) -> Prepared:
         num_validation=0,
         index=index,
     )
+
+
+OPENERS = {"nanogpt": _open_nanogpt, "megatron": _open_megatron}
+"""Format → function that opens a file of it."""
 
 
 def _with_tokenizer(plan: DataPlan, shard: Prepared, highest: int) -> Prepared:
