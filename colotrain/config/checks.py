@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,64 +23,61 @@ from colotrain.records import to_plain
 from colotrain.rundir import RUNS
 from colotrain.schedulers import slurm_settings
 from colotrain.schedulers.registry import SCHEDULERS
+from colotrain.spec import objectives
 from colotrain.spec.observing import TRACKERS
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
+from colotrain.spec.ranges import ABOVE_ZERO, SHARE, Range, at_least
 from colotrain.spec.rules import check_rules
 
-AT_LEAST: dict[str, float] = {
-    "data.seq_len": 1,
-    "data.workers": 1,
-    "data.num_workers": 0,
-    "train.max_steps": 1,
-    "train.global_batch": 1,
-    "train.micro_batch": 1,
-    "train.seed": 0,
-    "train.eval_every": 0,
-    "train.eval_steps": 0,
-    "optim.weight_decay": 0,
-    "optim.schedule.warmup_steps": 0,
-    "accumulate.steps": 1,
-    "mesh.pp": 1,
-    "mesh.cp": 1,
-    "mesh.tp": 1,
-    "plugin.shard_size": 1,
-    "cluster.nodes": 1,
-    "cluster.procs_per_node": 1,
-    "train.max_rollbacks": 1,
-    "train.distill.top_k": 1,
-    "train.stop_early.patience": 1,
-    "train.stop_early.min_delta": 0,
-    **slurm_settings.AT_LEAST,
-    "elastic.max_restarts": 0,
-    "elastic.check_every": 0,
-    "elastic.spare_nodes": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "observe.log_every": 0,
-    "observe.grads_every": 0,
-    "observe.metrics_port": 1,
-    "observe.samples.max_tokens": 1,
-    "observe.samples.every": 1,
+RANGES: dict[str, Range] = {
+    "data.seq_len": at_least(1),
+    "data.workers": at_least(1),
+    "data.num_workers": at_least(0),
+    "data.validation_fraction": Range(
+        "a number from 0 up to, but not, 1", lambda value: 0 <= value < 1
+    ),
+    "train.max_steps": at_least(1),
+    "train.epochs": ABOVE_ZERO,
+    "train.global_batch": at_least(1),
+    "train.micro_batch": at_least(1),
+    "train.seed": at_least(0),
+    "train.grad_clip": ABOVE_ZERO,
+    "train.eval_every": at_least(0),
+    "train.eval_steps": at_least(0),
+    "train.max_rollbacks": at_least(1),
+    "train.stop_early.patience": at_least(1),
+    "train.stop_early.min_delta": at_least(0),
+    **objectives.RANGES,
+    "optim.lr": ABOVE_ZERO,
+    "optim.eps": ABOVE_ZERO,
+    "optim.weight_decay": at_least(0),
+    "optim.schedule.warmup_steps": at_least(0),
+    "optim.schedule.warmup_ratio": SHARE,
+    "optim.schedule.min_lr_ratio": SHARE,
+    "accumulate.steps": at_least(1),
+    "mesh.pp": at_least(1),
+    "mesh.cp": at_least(1),
+    "mesh.tp": at_least(1),
+    "plugin.shard_size": at_least(1),
+    "cluster.nodes": at_least(1),
+    "cluster.procs_per_node": at_least(1),
+    **slurm_settings.RANGES,
+    "elastic.max_restarts": at_least(0),
+    "elastic.check_every": at_least(0),
+    "elastic.spare_nodes": at_least(0),
+    "elastic.hang_timeout_s": ABOVE_ZERO,
+    "elastic.grace_s": ABOVE_ZERO,
+    "elastic.replace_slow_after_s": ABOVE_ZERO,
+    "checkpoint.every": at_least(0),
+    "checkpoint.minutes": ABOVE_ZERO,
+    "checkpoint.keep": at_least(1),
+    "observe.log_every": at_least(0),
+    "observe.grads_every": at_least(0),
+    "observe.metrics_port": at_least(1),
+    "observe.samples.max_tokens": at_least(1),
+    "observe.samples.every": at_least(1),
 }
-ABOVE_ZERO = (
-    "optim.lr",
-    "optim.eps",
-    "train.epochs",
-    "train.grad_clip",
-    "train.dpo.beta",
-    "train.distill.temperature",
-    "checkpoint.minutes",
-    "elastic.hang_timeout_s",
-    "elastic.grace_s",
-    "elastic.replace_slow_after_s",
-)
-SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
-    "train.distill.alpha": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
-    "train.masking.probability": ("a number above 0, and below 1", lambda x: 0 < x < 1),
-    "optim.schedule.warmup_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
-    "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
-}
+"""Key → the numbers that it may have."""
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 CODE = (
     "model.target",
@@ -156,14 +153,8 @@ def _check_range(key: str, value: Any) -> Iterator[Problem]:
         expected = "an integer of 64 bits"  # it could not be computed with
     elif not math.isfinite(value):
         expected = "a finite number"
-    elif key in AT_LEAST and value < AT_LEAST[key]:
-        expected = f"{AT_LEAST[key]} or more"
-    elif key in ABOVE_ZERO and value <= 0:
-        expected = "a number above 0"
-    elif key in SHARES and not SHARES[key][1](value):
-        expected = SHARES[key][0]
-    elif key == "train.seed" and value >= 1 << 63:
-        expected = "a number below 2^63"
+    elif key in RANGES and not RANGES[key].contains(value):
+        expected = RANGES[key].expected
     if expected is not None:
         yield Problem(key=key, value=value, expected=expected, fix=fix or f"correct {key}")
 
@@ -190,7 +181,8 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
         yield Problem(key=key, value=betas, expected="numbers from 0 up to, but not, 1", fix=fix)
     known = optimizer_of(optim.name)
     if optim.momentum is not None and known.momentum_beta is None:
-        expected = "nothing but for sgd and muon"
+        others = (name for name, o in OPTIMIZERS.items() if o.momentum_beta is not None)
+        expected = f"nothing but for {' and '.join(others)}"
         fix = f"optim.name={optim.name} has optim.betas" if known.num_betas else "leave it out"
         yield Problem(key="optim.momentum", value=optim.momentum, expected=expected, fix=fix)
     elif optim.momentum is not None and not 0 <= optim.momentum < 1:

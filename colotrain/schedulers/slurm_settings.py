@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from colotrain.errors import Problem
+from colotrain.spec.ranges import at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +84,12 @@ OWN = {
     "test-only": "`colotrain submit --test-only`",
 }
 """sbatch flags that colotrain sets itself → the setting that they come from."""
-AT_LEAST = {
-    "cluster.slurm.cpus_per_task": 1,
-    "cluster.slurm.warn_s": 1,
-    "cluster.slurm.max_requeues": 0,
+RANGES = {
+    "cluster.slurm.cpus_per_task": at_least(1),
+    "cluster.slurm.warn_s": at_least(1),
+    "cluster.slurm.max_requeues": at_least(0),
 }
-"""Key → least value."""
+"""Key → the numbers that it may have."""
 SECTION = {f.name.replace("_", "-") for f in fields(Slurm)} | {"mem", "gpus-per-node"}
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from colotrain.spec.ranges import ABOVE_ZERO, SHARE, Range, at_least
+
 IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
 
@@ -109,6 +111,16 @@ class DistillPlan(Distill):
 
 ObjectivePlan = DPO | DistillPlan
 """An objective whose loss colotrain computes; each has other keys."""
+RANGES = {
+    "train.masking.probability": Range(
+        "a number above 0, and below 1", lambda value: 0 < value < 1
+    ),
+    "train.dpo.beta": ABOVE_ZERO,
+    "train.distill.top_k": at_least(1),
+    "train.distill.alpha": SHARE,
+    "train.distill.temperature": ABOVE_ZERO,
+}
+"""Key → the numbers that it may have."""
 OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "masked": Masking, "distill": Distill}
 
 
