@@ -28,6 +28,7 @@ from colotrain.migrate.findings import (
     whole,
 )
 from colotrain.spec.objectives import OBJECTIVES
+from colotrain.spec.observing import TRACKERS
 from colotrain.spec.optimizers import OPTIMIZERS
 
 TRANSFORMERS: dict[str, Any] = {
@@ -67,6 +68,7 @@ IMAGES = "models of pictures, sound or video are not read from such a file: name
 OBJECTIVE = (
     f"the objectives are those of train.objective: {', '.join(OBJECTIVES)}, or the model's loss"
 )
+TRACKER = f"trackers are {', '.join(TRACKERS[:-1])} and {TRACKERS[-1]}"
 CHECKPOINT = "another tool's checkpoint is not continued: name its weights as the model"
 KERNELS = "attention and other kernels are chosen for the model; results are the same"
 TEMPLATE = (
@@ -262,12 +264,12 @@ def recompute(value: Any, _: Flat) -> Answer:
 
 def tracker(value: Any, _: Flat) -> Answer:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
-    known = [name for name in names if name in ("tensorboard", "wandb", "mlflow")]
+    known = [name for name in names if name in TRACKERS]
     if known:
         return Answer(outcome="taken", settings={"observe.trackers": known})
     if names == ["none"]:
         return Answer(outcome="decided", note="every event is JSON in the run's folder")
-    return Answer(outcome="none", note="trackers are tensorboard, wandb and mlflow")
+    return Answer(outcome="none", note=TRACKER)
 
 
 def switched_tracker(name: str) -> Rule:
