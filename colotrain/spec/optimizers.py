@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Properties of an optimizer in any run; `engine.optim.optimizers` chooses its class."""
+    """Properties of an optimizer in any run; `engine.optim.optimizers` makes it."""
 
     state_tensors: int
     """State tensors of the parameter's shape that are kept between steps."""
@@ -25,6 +25,14 @@ class Optimizer:
     """Whether a first step begins from zeroed state."""
     is_elementwise: bool = False
     """Whether torch's AdamW or SGD has the same state; torch's memory tracker runs it instead."""
+    is_fused: bool = False
+    """Whether it is torch's, with a fused kernel, and one in Python for complex numbers."""
+    loses_halves: bool = False
+    """Whether its fused kernel loses updates in half precision on the CPU."""
+    tells_hidden: bool = False
+    """Whether it updates the matrices of numbered layers in another way than the rest."""
+    whole_state: frozenset[str] = frozenset()
+    """Keys of a matrix's state that every rank has whole; of others it has its rows."""
 
 
 OPTIMIZERS = {
@@ -34,6 +42,7 @@ OPTIMIZERS = {
         counts_steps=True,
         begins_with_zeros=True,
         is_elementwise=True,
+        is_fused=True,
     ),
     "sgd": Optimizer(
         state_tensors=1,
@@ -44,11 +53,13 @@ OPTIMIZERS = {
         momentum_is_optional=True,
         begins_with_zeros=True,
         is_elementwise=True,
+        is_fused=True,
+        loses_halves=True,
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
     # The most: embeddings have AdamW's two; matrices have one.
-    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1),
-    "adafactor": Optimizer(state_tensors=0),
+    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True),
+    "adafactor": Optimizer(state_tensors=0, whole_state=frozenset({"col_var"})),
 }
 ELEMENTWISE = tuple(name for name, known in OPTIMIZERS.items() if known.is_elementwise)
 CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)

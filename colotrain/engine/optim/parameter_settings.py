@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from colotrain import module_tree
+from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import OptimPlan
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,8 +38,9 @@ class ParameterSettings:
     lr_scale: float
     """Learning rate, as a multiple of `optim.lr`."""
     weight_decay: float
-    muon: bool
-    """Whether muon orthogonalises the parameter."""
+    is_hidden: bool
+    """Whether it is a matrix of a numbered layer, for optimizers that update these in another way
+    than embeddings, the output head, vectors and all others."""
 
 
 def norms_and_biases(model: nn.Module) -> frozenset[str]:
@@ -80,13 +82,6 @@ def settings_of(
         if fnmatchcase(name, rule.match):
             lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
             weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
-    muon = plan.name == "muon" and is_matrix and is_hidden_matrix(name, ndim)
-    return ParameterSettings(lr_scale=lr_scale, weight_decay=weight_decay, muon=muon)
-
-
-def is_hidden_matrix(name: str, ndim: int) -> bool:
-    """Whether a parameter is a matrix of a numbered layer, which muon orthogonalises.
-
-    Embeddings, the output head, vectors and all others use AdamW.
-    """
-    return ndim == 2 and _IN_A_LAYER.search(name) is not None
+    tells_hidden = optimizer_of(plan.name).tells_hidden
+    is_hidden = tells_hidden and is_matrix and ndim == 2 and bool(_IN_A_LAYER.search(name))
+    return ParameterSettings(lr_scale=lr_scale, weight_decay=weight_decay, is_hidden=is_hidden)

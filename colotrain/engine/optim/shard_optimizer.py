@@ -14,11 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.optimizers import (
-    make,
-    needs_loops,
-    to_checkpoint_layout,
-)
+from colotrain.engine.optim.optimizers import make, needs_loops, to_checkpoint_layout
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.parts.part_map import local_part, rows_of
@@ -57,6 +53,9 @@ class ShardOptimizer:
         undecayed: Set[str] = frozenset(),
     ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
+        self.kind = optimizer_of(plan.name)
+        self.of_shards = plan.name in OPTIMIZERS
+        """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
         """Names of the norms and biases of the model, which have no weight decay."""
         self._calls = 0
@@ -73,14 +72,13 @@ class ShardOptimizer:
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
         fresh = {n: nn.Parameter(local_part(p.detach())) for n, p in parameters.items()}
-        of_shards = self.plan.name in OPTIMIZERS
         self.parameters.update(parameters)
         self.shards.update(fresh)
-        self.stepped.update(fresh if of_shards else parameters)
+        self.stepped.update(fresh if self.of_shards else parameters)
         self._names |= {self.stepped[name]: name for name in fresh}
         groups: dict[tuple[ParameterSettings, bool], list[nn.Parameter]] = {}
         if self.torch is None and not fresh:  # a pipeline stage that is frozen steps as the others
-            groups[ParameterSettings(lr_scale=1.0, weight_decay=0.0, muon=False), False] = []
+            groups[ParameterSettings(lr_scale=1.0, weight_decay=0.0, is_hidden=False), False] = []
         for name, shard in fresh.items():
             loops = needs_loops(self.plan.name, name, shard)
             groups.setdefault((self._settings(name), loops), []).append(self.stepped[name])
@@ -88,7 +86,7 @@ class ShardOptimizer:
         for (settings, loops), chosen in groups.items():
             group: dict[str, Any] = {"params": chosen, "weight_decay": settings.weight_decay}
             group["lr"] = self.plan.lr * settings.lr_scale
-            group |= {"muon": settings.muon} if self.plan.name == "muon" else {}
+            group |= {"is_hidden": settings.is_hidden} if self.kind.tells_hidden else {}
             group |= {"fused": False} if loops else {}
             of_torch.append(group)
         if self.torch is None:  # Adagrad of torch 2.11 makes state here alone
@@ -148,7 +146,7 @@ class ShardOptimizer:
     def step(self, *, factor: float) -> float:
         """Update once with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
-        if self.streams and self.plan.name not in OPTIMIZERS:
+        if self.streams and not self.of_shards:
             raise UsageError(
                 f"optim.name={self.plan.name}: its state cannot be streamed from host or disk",
                 f"give plugin.budget more room, or choose one of {', '.join(OPTIMIZERS)}",
@@ -183,20 +181,20 @@ class ShardOptimizer:
             scaled = multiply(list(grads.values()), factor)
             grads = dict(zip(grads, scaled, strict=True))
         for name, grad in grads.items():
-            if self.plan.name in OPTIMIZERS:  # a user's optimizer sees the parameter's own gradient
+            if self.of_shards:  # a user's optimizer sees the parameter's own gradient
                 self.stepped[name].grad = grad
         try:
             with self._watched(grads):
                 self.torch.step()
         except (RuntimeError, NotImplementedError) as error:
-            if self.plan.name in OPTIMIZERS or peer_lost_in(error):
+            if self.of_shards or peer_lost_in(error):
                 raise
             raise UsageError(
                 f"optim.name={self.plan.name}: it cannot update sharded parameters ({error})",
                 f"use operations that DTensors have, or one of {', '.join(OPTIMIZERS)}",
             ) from error
         for name in grads:
-            if self.plan.name in OPTIMIZERS:
+            if self.of_shards:
                 self.stepped[name].grad = None
 
     @contextmanager
@@ -204,7 +202,7 @@ class ShardOptimizer:
         """Watch a step of the user's own optimizer; of torch's, nothing."""
         assert self.torch is not None
         with ExitStack() as stack:
-            if self.plan.name not in OPTIMIZERS:
+            if not self.of_shards:
                 stack.enter_context(WholeNumbers())
                 if self.steps == 0:
                     lr = max(group["lr"] for group in self.torch.param_groups)
@@ -227,7 +225,7 @@ class ShardOptimizer:
 
     def held_state(self) -> dict[str, dict[str, Tensor]]:
         """Return name → this rank's part of the state tensors."""
-        if self.plan.name not in OPTIMIZERS:
+        if not self.of_shards:
             whole = self.state()
             return {n: {k: local_part(v) for k, v in state.items()} for n, state in whole.items()}
         return {
@@ -258,7 +256,7 @@ class ShardOptimizer:
 
     def plain_groups(self) -> dict[str, dict[str, Any]]:
         """Return what the user's own optimizer changed in its parameter groups, by group number."""
-        if self.torch is None or self.plan.name in OPTIMIZERS:
+        if self.torch is None or self.of_shards:
             return {}
         changed = {}
         for number, (group, given) in enumerate(
@@ -289,10 +287,9 @@ class ShardOptimizer:
             )
 
     def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
-        of_shards = self.plan.name in OPTIMIZERS
-        shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
-        parameter = self.parameters[name]
-        found = _like(parameter, value) if of_shards and not shared else to_checkpoint_layout(value)
+        is_whole = key in self.kind.whole_state and value.ndim == 2
+        has_rows = self.of_shards and not is_whole
+        found = _like(self.parameters[name], value) if has_rows else to_checkpoint_layout(value)
         if found is None:
             raise UsageError(
                 f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
@@ -304,7 +301,7 @@ class ShardOptimizer:
     @property
     def begins_with_zeros(self) -> bool:
         """Whether state is zero before the first update; unknown for a user's own optimizer."""
-        return optimizer_of(self.plan.name).begins_with_zeros
+        return self.kind.begins_with_zeros
 
     def prepare_state_(self, names: Set[str] | None = None) -> None:
         """Make zeroed state for `names` (default: all), so that a checkpoint can be read into it.
@@ -315,8 +312,8 @@ class ShardOptimizer:
         for name in (name for visited in self._groups_to_update() for name in visited):
             stepped = self.stepped[name]
             if (names is None or name in names) and not self.torch.state[stepped]:
-                blank = _blank_state(self.plan, stepped, muon=self._settings(name).muon)
-                self.torch.state[stepped] = blank
+                is_hidden = self._settings(name).is_hidden
+                self.torch.state[stepped] = _blank_state(self.plan, stepped, is_hidden=is_hidden)
         if self.tiers is not None:
             self.tiers.wait_for_copies()
 
@@ -356,11 +353,11 @@ def state_ratio(plan: OptimPlan) -> float:
     return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
 
 
-def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str, Any]:
+def _blank_state(plan: OptimPlan, like: nn.Parameter, *, is_hidden: bool) -> dict[str, Any]:
     """Return the zeroed state that a first step makes for a parameter like this one."""
     twin = nn.Parameter(torch.zeros_like(like.detach()))
     twin.grad = torch.zeros_like(twin)
-    group = {"params": [twin], "weight_decay": 0.0} | ({"muon": muon} if muon else {})
+    group = {"params": [twin], "weight_decay": 0.0} | ({"is_hidden": True} if is_hidden else {})
     group |= {"fused": False} if twin.is_complex() else {}
     optimizer = make(plan, [group], _Unsharded())
     optimizer.step()

@@ -36,7 +36,7 @@ from colotrain.planner.memory import predict
 from colotrain.planner.traced.survey import one_sample, survey, tied_names
 from colotrain.planner.traced.tracing import Batch, NotTraceable, loss_of, trace
 from colotrain.spec.memory import MemoryBreakdown
-from colotrain.spec.optimizers import OPTIMIZERS
+from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import RunPlan
 from colotrain.torch_internals import FakeTensorMode, fake_store, memory_tracker
 
@@ -159,9 +159,10 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
 
 
 def _optimizer(plan: RunPlan, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if plan.optim.name == "adamw":
+    known = optimizer_of(plan.optim.name)
+    if known.state_tensors == 2:
         return torch.optim.AdamW(trained, lr=plan.optim.lr, foreach=False)
-    momentum = 0.9 if plan.optim.name == "lion" else plan.optim.betas[0]  # lion always has momentum
+    momentum = plan.optim.betas[0] if known.momentum_is_optional else 0.9
     return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=momentum, foreach=False)
 
 

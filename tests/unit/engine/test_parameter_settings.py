@@ -67,8 +67,8 @@ def test_norms_and_biases_of_two_dimensions_do_not_decay() -> None:
 
 def test_muon_leaves_norms_and_biases_to_adamw() -> None:
     plan = plan_from([*SMALL, "optim.name=muon"]).optim
-    assert settings_of("layers.0.q_norm", 2, plan).muon
-    assert not settings_of("layers.0.q_norm", 2, plan, undecayed={"layers.0.q_norm"}).muon
+    assert settings_of("layers.0.q_norm", 2, plan).is_hidden
+    assert not settings_of("layers.0.q_norm", 2, plan, undecayed={"layers.0.q_norm"}).is_hidden
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
+from colotrain.config.schema import Train
 from colotrain.engine.model.precision import cast_dtype, dtype_of
-from colotrain.engine.optim.optimizers import make
+from colotrain.engine.optim.optimizers import MAKERS, make
+from colotrain.spec.objectives import OBJECTIVES
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import OptimPlan
 from colotrain.spec.precisions import PRECISIONS, PrecisionName
@@ -42,6 +44,16 @@ def test_an_optimizer_keeps_what_its_row_says(name: str) -> None:
     kept = optimizer.state[parameter].values()
     assert sum(value.numel() for value in kept if value.ndim) == row.state_tensors * 15
     assert any(value.numel() == 1 for value in kept) == row.counts_steps
+
+
+def test_every_optimizer_of_the_table_can_be_made() -> None:
+    assert MAKERS.keys() == OPTIMIZERS.keys()
+
+
+def test_every_objective_that_a_configuration_may_name_is_described() -> None:
+    names, _ = get_args(get_type_hints(Train)["objective"])
+    assert list(get_args(names)) == list(OBJECTIVES)
+    assert all(isinstance(getattr(Train(), o.section), o) for o in OBJECTIVES.values())
 
 
 def test_every_precision_that_a_plan_may_name_is_described() -> None:

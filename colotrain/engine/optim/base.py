@@ -1,0 +1,63 @@
+"""What the optimizers of this package share: relation to whole parameters, and parts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Layout(Protocol):
+    """Relation between this rank's part of a parameter and the whole parameter."""
+
+    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+        """Concatenate `value` of every rank (collective)."""
+        ...
+
+    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor: ...
+
+    def num_rows(self, shard: nn.Parameter) -> int | None:
+        """Return the rows of the whole parameter; None where this rank has all of it."""
+        ...
+
+    def sum_(self, values: Tensor) -> None:
+        """Sum `values` in place over the ranks that share one copy of the model (collective)."""
+        ...
+
+
+def with_gradients(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            yield parameter, parameter.grad, optimizer.state[parameter]
+
+
+def batches(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> Iterator[tuple[list[nn.Parameter], list[Tensor], list[dict[str, Any]]]]:
+    """Yield parameters, gradients and states that are updated together, in few launches on a GPU.
+
+    A batch is no larger than the largest parameter, so that updating it needs no more memory.
+    """
+    found = list(with_gradients(optimizer, group))
+    most = max((grad.numel() for _, grad, _ in found), default=0)
+    batch: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] = []
+    size = 0
+    for entry in found:
+        if batch and size + entry[1].numel() > most:
+            yield _columns(batch)
+            batch, size = [], 0
+        batch.append(entry)
+        size += entry[1].numel()
+    if batch:
+        yield _columns(batch)
+
+
+def _columns(
+    rows: list[tuple[nn.Parameter, Tensor, dict[str, Any]]],
+) -> tuple[list[nn.Parameter], list[Tensor], list[dict[str, Any]]]:
+    parameters, grads, states = zip(*rows, strict=True)
+    return list(parameters), list(grads), list(states)
