@@ -9,18 +9,20 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from colotrain.data.prepare import records, tokenising
+from colotrain.data.prepare import records, token_files, tokenising
+from colotrain.data.prepare.formats import FORMATS
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.sources import find_sources
 from colotrain.data.prepare.tokens import decode, prepare, prepare_shards
 from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.spec.plan import BatchPlan, DataPlan
+from colotrain.spec.settings import DataFormat
 from tests.formats import (
     WRITERS,
     random_texts,
@@ -36,6 +38,11 @@ pa = pytest.importorskip("pyarrow")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def test_every_format_that_a_configuration_may_name_has_a_reader() -> None:
+    assert get_args(DataFormat) == ("auto", *FORMATS)
+    assert {"text", *records.READERS, *token_files.OPENERS} == FORMATS.keys()
 
 
 def plan_of(*paths: Path | str, **changes: Any) -> DataPlan:

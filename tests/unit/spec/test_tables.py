@@ -11,9 +11,10 @@ from torch import nn
 from colotrain.config.schema import Train
 from colotrain.engine.model.precision import cast_dtype, dtype_of
 from colotrain.engine.optim.optimizers import MAKERS, make
-from colotrain.spec.objectives import OBJECTIVES
+from colotrain.records import from_plain, to_plain
+from colotrain.spec.objectives import DPO, OBJECTIVES, DistillPlan, ObjectivePlan
 from colotrain.spec.optimizers import OPTIMIZERS
-from colotrain.spec.plan import OptimPlan
+from colotrain.spec.plan import ModelPlan, OptimPlan
 from colotrain.spec.precisions import PRECISIONS, PrecisionName
 
 UNUSED_LAYOUT: Any = None
@@ -54,6 +55,14 @@ def test_every_objective_that_a_configuration_may_name_is_described() -> None:
     names, _ = get_args(get_type_hints(Train)["objective"])
     assert list(get_args(names)) == list(OBJECTIVES)
     assert all(isinstance(getattr(Train(), o.section), o) for o in OBJECTIVES.values())
+
+
+def test_a_plan_tells_its_objectives_apart() -> None:
+    objectives = DPO(), DistillPlan(teacher="there")
+    assert {type(objective) for objective in objectives} == set(get_args(ObjectivePlan))
+    for objective in objectives:
+        model = ModelPlan(target="", objective=objective)
+        assert from_plain(ModelPlan, to_plain(model)) == model
 
 
 def test_every_precision_that_a_plan_may_name_is_described() -> None:
