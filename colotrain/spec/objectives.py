@@ -5,6 +5,7 @@ Standard library only; `models.objectives` has the losses.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +25,8 @@ class Objective:
 
     section: ClassVar[str]
     """Name of its settings under `train`."""
+    ranges: ClassVar[Mapping[str, Range]] = {}
+    """Setting → the numbers that it may have."""
     has_pairs: ClassVar[bool] = False
     """Whether samples are preference pairs."""
     hides_tokens: ClassVar[bool] = False
@@ -42,6 +45,9 @@ class Masking(Objective):
     """Masked language modelling."""
 
     section = "masking"
+    ranges: ClassVar = {
+        "probability": Range("a number above 0, and below 1", lambda value: 0 < value < 1)
+    }
     hides_tokens = True
 
     probability: float = 0.15
@@ -72,6 +78,7 @@ class DPO(Objective):
     """Direct preference optimization."""
 
     section = "dpo"
+    ranges: ClassVar = {"beta": ABOVE_ZERO}
     has_pairs = True
     scores_tokens = True
 
@@ -84,6 +91,7 @@ class Distill(Objective):
     """Knowledge distillation."""
 
     section = "distill"
+    ranges: ClassVar = {"top_k": at_least(1), "alpha": SHARE, "temperature": ABOVE_ZERO}
 
     teacher: str | None = None
     """A Hugging Face directory of a causal model with the vocabulary of the one that trains."""
@@ -111,17 +119,13 @@ class DistillPlan(Distill):
 
 ObjectivePlan = DPO | DistillPlan
 """An objective whose loss colotrain computes; each has other keys."""
+OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "masked": Masking, "distill": Distill}
 RANGES = {
-    "train.masking.probability": Range(
-        "a number above 0, and below 1", lambda value: 0 < value < 1
-    ),
-    "train.dpo.beta": ABOVE_ZERO,
-    "train.distill.top_k": at_least(1),
-    "train.distill.alpha": SHARE,
-    "train.distill.temperature": ABOVE_ZERO,
+    f"train.{objective.section}.{setting}": known
+    for objective in OBJECTIVES.values()
+    for setting, known in objective.ranges.items()
 }
 """Key → the numbers that it may have."""
-OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "masked": Masking, "distill": Distill}
 
 
 def objective_of(name: str | None) -> type[Objective]:

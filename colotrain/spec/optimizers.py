@@ -1,4 +1,4 @@
-"""The optimizers that `optim.name` may name, and the properties of each that the planner uses."""
+"""The optimizers that `optim.name` may name, and what engine and planner ask of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Optimizer:
     begins_with_zeros: bool = False
     """Whether a first step begins from zeroed state."""
     is_elementwise: bool = False
-    """Whether torch's AdamW or SGD has the same state; torch's memory tracker runs it instead."""
+    """Whether an element's update needs that element alone. torch's AdamW or SGD has the same
+    state: torch's memory tracker runs it instead."""
     is_fused: bool = False
     """Whether it is torch's, with a fused kernel, and one in Python for complex numbers."""
     loses_halves: bool = False
