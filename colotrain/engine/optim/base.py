@@ -8,6 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+Groups = list[dict[str, Any]]
+"""Parameter groups, as torch's optimizers take them."""
+
 
 class Layout(Protocol):
     """Relation between this rank's part of a parameter and the whole parameter."""
@@ -25,6 +28,22 @@ class Layout(Protocol):
     def sum_(self, values: Tensor) -> None:
         """Sum `values` in place over the ranks that share one copy of the model (collective)."""
         ...
+
+
+class Unsharded:
+    """The layout of a parameter that is whole on this rank."""
+
+    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+        return value
+
+    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
+        return whole
+
+    def num_rows(self, shard: nn.Parameter) -> int | None:
+        return None
+
+    def sum_(self, values: Tensor) -> None:
+        raise AssertionError("nothing is shared")
 
 
 def with_gradients(

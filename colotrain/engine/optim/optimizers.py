@@ -8,22 +8,19 @@ operations mean the whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from colotrain.dotted import import_target
 from colotrain.engine.optim.adafactor import Adafactor
-from colotrain.engine.optim.base import Layout
+from colotrain.engine.optim.base import Groups, Layout
 from colotrain.engine.optim.lion import Lion
 from colotrain.engine.optim.muon import Muon
+from colotrain.engine.optim.users_optimizers import make_users
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
 
-Groups = list[dict[str, Any]]
 MAKERS: dict[str, Callable[[OptimPlan, Groups, Layout], torch.optim.Optimizer]] = {
     "adamw": lambda plan, groups, _: torch.optim.AdamW(
         groups, lr=plan.lr, betas=_both(plan), eps=plan.eps, fused=True
@@ -43,7 +40,7 @@ MAKERS: dict[str, Callable[[OptimPlan, Groups, Layout], torch.optim.Optimizer]] 
 def make(plan: OptimPlan, groups: Groups, layout: Layout) -> torch.optim.Optimizer:
     """Make the plan's optimizer over parameter groups, each with its own weight decay."""
     own = MAKERS.get(plan.name)
-    return _make_custom(plan, groups) if own is None else own(plan, groups, layout)
+    return make_users(plan, groups) if own is None else own(plan, groups, layout)
 
 
 def _both(plan: OptimPlan) -> tuple[float, float]:
@@ -59,39 +56,9 @@ def needs_loops(optimizer: str, name: str, shard: Tensor) -> bool:
     known = optimizer_of(optimizer)
     if shard.is_complex():
         if optimizer in OPTIMIZERS and not known.is_fused:
-            fused = " or ".join(name for name, other in OPTIMIZERS.items() if other.is_fused)
+            fused = " or ".join(other for other, its in OPTIMIZERS.items() if its.is_fused)
             expected = f"{fused}, or an optimizer of your own ({name} has complex numbers)"
             raise ConfigError([Problem(key="optim.name", value=optimizer, expected=expected)])
         return known.is_fused
     halves = shard.device.type == "cpu" and shard.dtype in (torch.bfloat16, torch.float16)
     return halves and known.loses_halves
-
-
-def _make_custom(plan: OptimPlan, groups: Groups) -> torch.optim.Optimizer:
-    target = import_target("optim.name", plan.name)
-    try:
-        made = target(groups, lr=plan.lr, **plan.args)
-    except (TypeError, ValueError) as error:
-        fix = "correct optim.args, or name another optimizer"
-        expected = f"arguments that {plan.name} takes ({error})"
-        problem = Problem(key="optim.args", value=plan.args, expected=expected, fix=fix)
-        raise ConfigError([problem]) from error
-    if not isinstance(made, torch.optim.Optimizer):
-        expected = f"a torch.optim.Optimizer, not {type(made).__name__}"
-        raise ConfigError([Problem(key="optim.name", value=plan.name, expected=expected)])
-    return made
-
-
-def to_checkpoint_layout(value: Tensor) -> Tensor | None:
-    """Return optimizer state as a checkpoint keeps it: a shard stays a DTensor, a replica is plain.
-
-    It shares memory with `value`. None for any other layout.
-    """
-    if not isinstance(value, DTensor):
-        return value
-    *outer, inner = value.placements
-    if not all(placement.is_replicate() for placement in outer):
-        return None
-    if inner.is_replicate():
-        return value.to_local()
-    return value if inner.is_shard(0) else None

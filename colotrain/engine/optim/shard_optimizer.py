@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.optimizers import make, needs_loops, to_checkpoint_layout
+from colotrain.engine.optim.base import Unsharded
+from colotrain.engine.optim.optimizers import make, needs_loops
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
+from colotrain.engine.optim.users_optimizers import (
+    WholeNumbers,
+    to_checkpoint_layout,
+    updating_in_place,
+)
 from colotrain.engine.parts.part_map import local_part, rows_of
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
@@ -327,27 +332,11 @@ class ShardOptimizer:
             self.torch.state.pop(self.stepped[name], None)
 
 
-class _Unsharded:
-    """The layout of a parameter that is whole on this rank."""
-
-    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        return value
-
-    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
-        return whole
-
-    def num_rows(self, shard: nn.Parameter) -> int | None:
-        return None
-
-    def sum_(self, values: Tensor) -> None:
-        raise AssertionError("nothing is shared")
-
-
 def state_ratio(plan: OptimPlan) -> float:
     """Return bytes of optimizer state per byte of parameter, from one step on a small matrix."""
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
-    small = make(plan, [{"params": [matrix]}], _Unsharded())
+    small = make(plan, [{"params": [matrix]}], Unsharded())
     small.step()
     tensors = [t for t in small.state[matrix].values() if isinstance(t, Tensor) and t.ndim]
     return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
@@ -359,7 +348,7 @@ def _blank_state(plan: OptimPlan, like: nn.Parameter, *, is_hidden: bool) -> dic
     twin.grad = torch.zeros_like(twin)
     group = {"params": [twin], "weight_decay": 0.0} | ({"is_hidden": True} if is_hidden else {})
     group |= {"fused": False} if twin.is_complex() else {}
-    optimizer = make(plan, [group], _Unsharded())
+    optimizer = make(plan, [group], Unsharded())
     optimizer.step()
     state = dict(optimizer.state[twin])
     for value in state.values():
@@ -392,44 +381,3 @@ def scale_(tensors: list[Tensor], factor: float) -> None:
     """Multiply all tensors in place, unless the factor is one."""
     if factor != 1.0 and tensors:
         multiply_(tensors, factor)
-
-
-NUMBERS = frozenset({Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__})
-"""Functions that make Python numbers of a tensor."""
-LOOKED_AT = 4096
-"""Elements of each shard that are compared before and after the first step."""
-VISIBLE = 1e-5
-"""Share of a value by which it certainly changes, in any precision."""
-
-
-class WholeNumbers(TorchFunctionMode):
-    """Makes Python numbers of whole tensors; torch makes them of this rank's part (collective)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NUMBERS and isinstance(args[0], DTensor):
-            args = (args[0].full_tensor(), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def updating_in_place(
-    name: str, shards: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, lr: float
-) -> Iterator[None]:
-    """Raise `ColotrainError` if no element of `shards` changes meanwhile though some should.
-
-    `p.data = ...` gives a parameter other memory, which is not that of the shard. `grads` are the
-    gradients by name, shaped like their shards.
-    """
-    before = {n: shards[n].detach().flatten()[:LOOKED_AT].clone() for n in grads}
-    yield
-    for n, value in before.items():
-        if not torch.equal(value, shards[n].detach().flatten()[:LOOKED_AT]):
-            return
-    for n, grad in grads.items():
-        update = lr * grad.flatten()[:LOOKED_AT].abs()
-        if bool((update > VISIBLE * (before[n].abs() + VISIBLE)).any()):
-            raise UsageError(
-                f"optim.name={name}: its first step changed no parameter",
-                "update parameters in place, as p.add_() and p.copy_() do: what is assigned to "
-                "p.data does not reach a sharded parameter",
-            )
