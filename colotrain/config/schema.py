@@ -15,6 +15,8 @@ from colotrain.spec.plan import Freeze, Recompute, StopEarly
 from colotrain.spec.settings import (
     CommonCheckpoint,
     CommonData,
+    CommonMesh,
+    CommonModel,
     CommonOptim,
     CommonPart,
     CommonTrain,
@@ -56,47 +58,27 @@ class Plugin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class Mesh(CommonMesh):
     """Axes of the mesh of ranks beside the plugin's."""
 
-    pp: int = 1
-    """Pipeline parallelism: stages that each hold some consecutive blocks of the model, for models
-    that no plugin's shards make small enough, or ranks with slow links between them."""
-    pp_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    pp_schedule: Literal["1f1b", "interleaved"] = field(default="1f1b", metadata=after("pp"))
     """Order in which stages run micro-batches, 1f1b or interleaved: under the latter each has
     several chunks of blocks, waits less, and passes on more."""
-    pp_chunks: int | None = None
+    pp_chunks: int | None = field(default=None, metadata=after("pp_schedule"))
     """interleaved: chunks of consecutive blocks that each stage has; by default 2."""
-    pp_split: list[int] = field(default_factory=list)
-    """Number of blocks of each stage, or of each of the `mesh.pp` × `mesh.pp_chunks` chunks, which
-    stages take in turn; empty: stages that take about as long."""
-    cp: int = 1
-    """Context parallelism: ranks that divide each sample's tokens among themselves, for samples too
-    long for one rank's memory. Model states are sharded over them, too."""
-    tp: int = 1
-    """Tensor parallelism: ranks of a host that divide every layer's matrices among themselves, for
-    layers too large for one rank."""
-    tp_plan: dict[str, str] = field(default_factory=dict)
+    tp_plan: dict[str, str] = field(default_factory=dict, metadata=after("tp"))
     """Glob on modules → colwise, rowwise, colwise_gather_output, rowwise_split_input or
     replicated_with_grad_allreduce: how `mesh.tp` divides a model of yours."""
-    sequence_parallel: bool = False
-    """With `mesh.tp` above 1, its ranks divide norms and the residual stream by tokens as well, so
-    that each holds less of the activations. Without it, it changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(CommonModel):
     """The model."""
 
-    target: str | None = None
+    target: str | None = field(default=None, metadata=after(""))
     """`package.module:callable` that returns an nn.Module."""
-    hf: str | None = None
+    hf: str | None = field(default=None, metadata=after("target"))
     """A Hugging Face model directory (config.json and safetensors); the extra `hf` reads it."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the callable; with `hf`, changes of its config.json, and `dtype`."""
-    deferred_init: bool = False
-    """For a model too large for every rank's host: make it without values, shard it, and have its
-    method `init_weights()` set every parameter. False: it begins as `target` returns it."""
     tokens: list[str] = field(default_factory=list)
     """Special tokens to add to the tokenizer. With `hf`, embedding and head get rows for those that
     have none: the mean of the others."""

@@ -55,7 +55,7 @@ def _split(
 ) -> tuple[int, ...]:
     """Return the number of blocks of each stage or chunk, or append the problem with it."""
     num, parts = len(sequence.blocks), mesh.pp * mesh.pp_chunks
-    asked = tuple(settings.mesh.pp_split)
+    asked = settings.mesh.pp_split
     if sequence.against:
         expected, fix = (
             f"1: this model is no sequence of blocks: {sequence.against}",

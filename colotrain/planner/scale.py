@@ -156,11 +156,15 @@ def _holds_groups(procs: int | str, most_procs: int, unit: int) -> bool:
 def mesh_of(settings: Config) -> MeshPlan:
     """The axes beside the plugin's; 1 for sizes that are refused."""
     mesh = settings.mesh
-    divides_tokens = mesh.sequence_parallel and mesh.tp > 1
-    pp, cp, tp = (max(1, size) for size in (mesh.pp, mesh.cp, mesh.tp))
-    interleaved = pp > 1 and mesh.pp_schedule == "interleaved"
+    interleaved = mesh.pp > 1 and mesh.pp_schedule == "interleaved"
     chunks = max(1, mesh.pp_chunks or DEFAULT_CHUNKS) if interleaved else 1
-    return MeshPlan(pp=pp, pp_chunks=chunks, cp=cp, tp=tp, sequence_parallel=divides_tokens)
+    return MeshPlan(
+        pp=max(1, mesh.pp),
+        pp_chunks=chunks,
+        cp=max(1, mesh.cp),
+        tp=max(1, mesh.tp),
+        sequence_parallel=mesh.sequence_parallel and mesh.tp > 1,
+    )
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from colotrain.records import after
+from colotrain.spec.settings import CommonMesh
 
 
 class Axis(StrEnum):
@@ -147,22 +150,14 @@ def ranks_on(node: int, *, procs_per_node: int) -> range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshPlan:
-    """The settings of the axes beside the plugin's; ranks along them work on the same samples."""
+class MeshPlan(CommonMesh):
+    """The section, with sizes that are 1 or more, and without a schedule: chunks tell which it is.
 
-    pp: int = 1
-    """Stages, each with some consecutive blocks of the model."""
-    pp_chunks: int = 1
+    `sequence_parallel` is false without tensor-parallel ranks.
+    """
+
+    pp_chunks: int = field(default=1, metadata=after("pp"))
     """Chunks of consecutive blocks that each stage has: 1 under 1F1B, several if interleaved."""
-    pp_split: tuple[int, ...] = ()
-    """Number of blocks of each of the pp · pp_chunks chunks, which stages take in turn; empty where
-    there is one stage."""
-    cp: int = 1
-    """Ranks, or tensor-parallel groups, that divide each sample's tokens among themselves."""
-    tp: int = 1
-    """Ranks that divide the model's matrices among themselves."""
-    sequence_parallel: bool = False
-    """Whether these ranks divide tokens among themselves outside of attention and MLP, too."""
 
     def chunks_of(self, stage: int) -> range:
         """Return the positions of a stage's chunks among all chunks of the model."""

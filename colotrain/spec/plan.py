@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.records import from_json, from_plain, to_plain
+from colotrain.records import after, from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
@@ -22,6 +22,7 @@ from colotrain.spec.plugins import Gradients, ParametersLive
 from colotrain.spec.settings import (
     CommonCheckpoint,
     CommonData,
+    CommonModel,
     CommonOptim,
     CommonPart,
     CommonTrain,
@@ -98,14 +99,13 @@ OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPlan:
-    target: str
+class ModelPlan(CommonModel):
+    """The section, and what else there is to the model."""
+
+    target: str = field(metadata=after(""))
     """`package.module:callable` that makes the model; empty for a Hugging Face directory."""
-    args: dict[str, Any] = field(default_factory=dict)
-    hf: str | None = None
+    hf: str | None = field(default=None, metadata=after("args"))
     """A Hugging Face model directory."""
-    deferred_init: bool = False
-    """Whether the target's model is made without values, which its `init_weights()` sets later."""
     adapter: AdapterPlan | None = None
     loss: str | None = None
     """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""

@@ -17,6 +17,38 @@ DataFormat = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommonMesh:
+    """Axes of the mesh of ranks beside the plugin's; ranks along them work on the same samples."""
+
+    pp: int = 1
+    """Pipeline parallelism: stages that each hold some consecutive blocks of the model, for models
+    that no plugin's shards make small enough, or ranks with slow links between them."""
+    pp_split: tuple[int, ...] = ()
+    """Number of blocks of each stage, or of each of the `mesh.pp` × `mesh.pp_chunks` chunks, which
+    stages take in turn; empty: stages that take about as long."""
+    cp: int = 1
+    """Context parallelism: ranks that divide each sample's tokens among themselves, for samples too
+    long for one rank's memory. Model states are sharded over them, too."""
+    tp: int = 1
+    """Tensor parallelism: ranks of a host that divide every layer's matrices among themselves, for
+    layers too large for one rank."""
+    sequence_parallel: bool = False
+    """With `mesh.tp` above 1, its ranks divide norms and the residual stream by tokens as well, so
+    that each holds less of the activations. Without it, it changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonModel:
+    """The model."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the callable; with `hf`, changes of its config.json, and `dtype`."""
+    deferred_init: bool = False
+    """For a model too large for every rank's host: make it without values, shard it, and have its
+    method `init_weights()` set every parameter. False: it begins as `target` returns it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommonPart:
     """One part of a mixture."""
 
