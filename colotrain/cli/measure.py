@@ -39,7 +39,7 @@ def measure(resolved: ResolvedConfig) -> rates.Measurement:
         )
     ranks, precision = plan.cluster.procs_per_node, plan.train.precision
     threads = plan.cluster.threads_per_rank
-    cores = resolved.machine.cores_used(ranks)
+    cores = resolved.context.machine.cores_used(ranks)
     task = _task(ranks, threads, precision)
     with tempfile.TemporaryDirectory(prefix="colotrain-measure-") as folder:
         file = Path(folder, "task.json")
@@ -54,13 +54,12 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
     cases = []
     for index in range(len(rates.SHAPES)):
         case = resolve_config(rates.overrides(index, ranks=ranks, precision=precision), here=False)
-        search_space, layout = case.context.search_space, case.context.layout(case.plan.plugin)
-        trace = search_space.traces(
-            case.plan.train.activation_checkpointing, case.plan.batch.micro_batch
-        )
+        plan, layout = case.plan, case.context.layout(case.plan.plugin)
+        recompute = plan.train.activation_checkpointing
+        trace = case.context.stage.traces(recompute, plan.batch.micro_batch)
         assert trace is not None, "colotrain's own models can be followed"
         amounts = amounts_of(layout, case.survey, trace)
-        cases.append({"plan": to_plain(case.plan), "amounts": amounts})
+        cases.append({"plan": to_plain(plan), "amounts": amounts})
     with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
     guess = rates.guess(threads=threads, precision=precision)

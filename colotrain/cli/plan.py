@@ -8,18 +8,20 @@ from typing import Any
 
 from colotrain.cli.arguments import refuse
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
+from colotrain.config.schema import Plugin
 from colotrain.data.prepare.tokens import described_parts
 from colotrain.data.prepare.vocabulary import document_form, tokenizer_file
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.events.fold import follow
 from colotrain.events.view import summary, unit_of
 from colotrain.planner import offload
-from colotrain.planner.advise import Option, best, largest_micro_batch, rank
-from colotrain.planner.advise_axes import other_meshes
+from colotrain.planner.advise import best, every, largest_micro_batch, other_meshes, rank
 from colotrain.planner.communication import traffic
+from colotrain.planner.context import Option
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import non_model_bytes
+from colotrain.planner.plugin import plan_plugin
 from colotrain.records import as_argument, to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, resolve_config
@@ -103,9 +105,9 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
     """Return the document of `plan --json`."""
     plan, context = resolved.plan, resolved.context
     recompute = plan.train.activation_checkpointing
-    trace = context.search_space.traces(recompute, plan.batch.micro_batch)
+    trace = context.stage.traces(recompute, plan.batch.micro_batch)
     layout = context.layout(plan.plugin)
-    sent = traffic(layout, context.search_space.survey, trace)
+    sent = traffic(layout, resolved.survey, trace)
     options = list(_advice(resolved) if advise else _other_plugins(resolved))
     document = {
         "schema": plan.schema,
@@ -199,15 +201,15 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
 
 
 def _warnings(resolved: ResolvedConfig) -> Iterator[str]:
-    search_space, plan = resolved.context.search_space, resolved.plan
+    context, plan = resolved.context, resolved.plan
     recompute = plan.train.activation_checkpointing
-    if search_space.traces(recompute, plan.batch.micro_batch) is None:
+    if context.stage.traces(recompute, plan.batch.micro_batch) is None:
         yield f"{NOT_TRACED}: {resolved.not_traced}" if resolved.not_traced else NOT_TRACED
-    elif search_space.hardware is None:
+    elif context.hardware is None:
         yield "times are not estimated: describe the GPUs, as hardware=a100-80g does"
     elif not plan.time.step_s:
         yield "times are not estimated"
-    elif not search_space.hardware(resolved.context.layout(plan.plugin)).measured:
+    elif not context.hardware(context.layout(plan.plugin)).measured:
         yield NOT_MEASURED
 
 
@@ -216,38 +218,37 @@ def _other_plugins(resolved: ResolvedConfig) -> Iterator[Option]:
     plan, context = resolved.plan, resolved.context
     for name in ROWS:
         if name != plan.plugin.name:
-            other = context.plan_plugin(name)
-            yield context.option(other)
+            yield context.option(plan_plugin(name, Plugin(), context))
 
 
 def _advice(resolved: ResolvedConfig) -> Iterator[Option]:
     """Yield all plugins, micro-batches, recomputations and axes that fit, fastest first."""
     context = resolved.context
-    if context.search_space.traces("none", 1) is None:
+    if context.stage.traces("none", 1) is None:
         yield from _other_plugins(resolved)
         return
-    every = context.search_space.every(_layouts(resolved), checkpointing=RECOMPUTE)
-    yield from rank([*every, *other_meshes(context, resolved.plan)])
+    options = every(context, _layouts(resolved), checkpointing=RECOMPUTE)
+    yield from rank([*options, *other_meshes(context, resolved.plan)])
 
 
 def _layouts(resolved: ResolvedConfig) -> Iterator[tuple[str, Layout]]:
     context = resolved.context
     for name, row in ROWS.items():
         if not row.hybrid or context.scale.nodes > 1:
-            made = context.plan_plugin(name)
+            made = plan_plugin(name, Plugin(), context)
             yield name, replace(context.layout(made), micro_batch=1)
 
 
 def _sentences(resolved: ResolvedConfig, options: Sequence[Option], layout: Layout) -> list[str]:
-    plan, search_space = resolved.plan, resolved.context.search_space
+    plan, context = resolved.plan, resolved.context
     recompute = plan.train.activation_checkpointing
-    if not search_space.capacity:
+    if not context.scale.memory_bytes:
         return ["Nothing is known of the GPUs' memory, so nothing can be advised."]
-    largest = largest_micro_batch(search_space, layout, checkpointing=recompute)
+    largest = largest_micro_batch(context, layout, checkpointing=recompute)
     found = best(options)
     sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
     if found is None:
-        return [*sentences, f"Nothing fits as it is: {fix_hints(resolved.context, plan)}."]
+        return [*sentences, f"Nothing fits as it is: {fix_hints(context, plan)}."]
     settings = (
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
         f"train.activation_checkpointing={found.checkpointing}"
@@ -318,8 +319,8 @@ def stages_of(resolved: ResolvedConfig) -> dict[str, Any]:
     return {
         "blocks": [sum(each) for each in chunks],
         **({"chunks": chunks} if mesh.pp_chunks > 1 else {}),
-        "peaks": list(context.bytes_of_stages),
-        "sent_bytes": list(context.sent_by_stages),
+        "peaks": [own.own_option(plan.plugin).memory.total for own in context.of_stages()],
+        "sent_bytes": [sum(own.layout(plan.plugin).passed_bytes) for own in context.of_stages()],
         "waits": list(plan.time.waits),
         "bubble": bubble(mesh.pp, plan.batch.accumulation_steps, mesh.pp_chunks),
     }

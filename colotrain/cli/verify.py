@@ -151,7 +151,7 @@ def _check_reference(resolved: ResolvedConfig, steps: int) -> None:
     from colotrain.verify.reference import min_bytes
 
     least = min_bytes(resolved.survey.parameters, steps=steps)
-    room = resolved.machine.host_memory_bytes
+    room = resolved.context.machine.host_memory_bytes
     if least > room:
         raise DoesNotFit(
             f"the reference, one process that keeps all values of {steps} steps in float64, needs "

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from colotrain.config.schema import Plugin
 from colotrain.errors import ColotrainError
-from colotrain.planner.advise import largest_micro_batch
-from colotrain.planner.advise_axes import LEAST, Changes, sizes_of_axes
+from colotrain.planner.advise import LEAST, Changes, can, largest_micro_batch, sizes_of_axes
 from colotrain.planner.budget import existing
+from colotrain.planner.context import PlanningContext
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import predict
-from colotrain.planner.plugin import PlanningContext
+from colotrain.planner.plugin import plan_plugin
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.plan import RECOMPUTE, RunPlan
 from colotrain.spec.plugins import ROWS
@@ -77,23 +78,23 @@ def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
 
 def _has_larger_pass(context: PlanningContext, plan: RunPlan) -> bool:
     """Whether a pass before the first step needs more memory than training."""
-    space, layout = context.search_space, context.layout(plan.plugin)
-    if space.before is None:
+    stage, layout = context.stage, context.layout(plan.plugin)
+    if context.before is None:
         return False
-    trace = space.traces(plan.train.activation_checkpointing, layout.micro_batch)
-    training = predict(layout, space.survey, trace).breakdown.total
-    return space.before(layout).breakdown.total > training
+    trace = stage.traces(plan.train.activation_checkpointing, layout.micro_batch)
+    training = predict(layout, stage.survey, trace).breakdown.total
+    return context.before(layout).breakdown.total > training
 
 
 def _has_larger_build(context: PlanningContext, plan: RunPlan) -> bool:
     """Whether making the whole model on every rank needs more memory than training."""
-    space, layout = context.search_space, context.layout(plan.plugin)
-    if not space.survey.built_whole:
+    stage, layout = context.stage, context.layout(plan.plugin)
+    if not stage.survey.built_whole:
         return False
-    trace = space.traces(plan.train.activation_checkpointing, layout.micro_batch)
-    shards_only = dataclasses.replace(space.survey, built_whole=False)
+    trace = stage.traces(plan.train.activation_checkpointing, layout.micro_batch)
+    shards_only = dataclasses.replace(stage.survey, built_whole=False)
     training = predict(layout, shards_only, trace).breakdown.total
-    return training < predict(layout, space.survey, trace).breakdown.total
+    return training < predict(layout, stage.survey, trace).breakdown.total
 
 
 def fix_hints(context: PlanningContext, plan: RunPlan) -> str:
@@ -119,9 +120,8 @@ def fix_hints(context: PlanningContext, plan: RunPlan) -> str:
             more["train.global_batch"] = nodes * procs
         if context.verdict(more) == "yes":
             return f"nothing makes it fit here; {nodes} such machines would do: {_shown(more)}"
-    option = context.search_space.option(
-        "zero3", _one(context.layout(context.plan_plugin("zero3"))), checkpointing="full"
-    )
+    zero3 = _one(context.layout(plan_plugin("zero3", Plugin(), context)))
+    option = context.option_of("zero3", zero3, checkpointing="full")
     need = format_size(option.memory.total)
     least = f"even plugin=zero3 with micro-batches of 1 needs {need} per rank"
     return f"use a smaller model or more memory: {least}"
@@ -157,13 +157,13 @@ def _shown(changes: Changes) -> str:
 
 def _changes(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
     """Changes that may help on this machine, the smallest first."""
-    search_space, recompute = context.search_space, plan.train.activation_checkpointing
-    size = largest_micro_batch(search_space, context.layout(plan.plugin), checkpointing=recompute)
-    share = search_space.global_batch // search_space.data_parallel
+    recompute, batch = plan.train.activation_checkpointing, plan.batch
+    size = largest_micro_batch(context, context.layout(plan.plugin), checkpointing=recompute)
+    share = batch.global_batch // batch.data_parallel
     if size:
         yield {"train.micro_batch": max(n for n in range(1, size + 1) if share % n == 0)}
     for more in RECOMPUTE[RECOMPUTE.index(recompute) + 1 :]:
-        if search_space.can(more):
+        if can(context, more):
             yield {"train.activation_checkpointing": more}
     others = [name for name in ("zero2", "zero3", "gemini") if name != plan.plugin.name]
     yield from ({"plugin.name": name} for name in others)
@@ -187,7 +187,7 @@ def _larger_groups(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]
     They come last, for such ranks exchange activations inside every layer. Where even the largest
     group does not fit, the others are not traced.
     """
-    sizes, mesh = sizes_of_axes(context.search_space.survey, plan), plan.mesh
+    sizes, mesh = sizes_of_axes(context.stage.survey, plan), plan.mesh
     procs, nodes = plan.cluster.procs_per_node, plan.cluster.nodes
     larger = {
         "mesh.cp": {n: dataclasses.replace(mesh, cp=n) for n in sizes["mesh.cp"] if n > mesh.cp},

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from colotrain.config.schema import Elastic
 from colotrain.config.sizes import parse_size
 from colotrain.errors import Problem
 from colotrain.planner.budget import host_bytes
+from colotrain.planner.context import PlanningContext
 from colotrain.planner.model_states import model_state_bytes
-from colotrain.planner.plugin import PlanningContext
 from colotrain.spec.elastic import MemoryCopyPlan
 from colotrain.spec.memory import PeakRange
 from colotrain.spec.plan import PluginPlan
@@ -24,10 +23,11 @@ BESIDE_BYTES = 1 << 20
 
 
 def plan_memory_copy(
-    elastic: Elastic, context: PlanningContext, plugin: PluginPlan, peak: PeakRange
+    context: PlanningContext, plugin: PluginPlan, peak: PeakRange
 ) -> tuple[MemoryCopyPlan, list[Problem]]:
     """The copies that `elastic.memory_copy` allows: auto, off, or a size for each node."""
-    scale, asked = context.scale, elastic.memory_copy
+    scale, elastic = context.scale, context.settings.elastic
+    asked = elastic.memory_copy
     is_here = scale.device == "cpu" or context.machine.num_devices > 0
     capacity = host_bytes(scale, context.machine) if is_here else 0
     on_host = plugin.budget.host_bytes if plugin.budget is not None else 0
@@ -75,8 +75,8 @@ def plan_memory_copy(
 
 def copy_bytes(context: PlanningContext, plugin: PluginPlan) -> int:
     """Bytes of one copy of a rank's state, on the rank that holds most."""
-    layout, space = context.layout(plugin), context.search_space
-    trace = space.traces(context.train.activation_checkpointing, layout.micro_batch)
-    states = model_state_bytes(layout, space.survey)
+    layout, stage = context.layout(plugin), context.stage
+    trace = stage.traces(context.train.activation_checkpointing, layout.micro_batch)
+    states = model_state_bytes(layout, stage.survey)
     buffers = trace.buffer_bytes if trace is not None else 0
     return states.parameters + states.optimizer + buffers + BESIDE_BYTES

@@ -15,10 +15,10 @@ from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.launch.server.compiler import postpone_compiler
 from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
-from colotrain.planner.advise import Traces
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies, record_trial
 from colotrain.planner.scale import Scale
+from colotrain.planner.stages import Traces
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute, TrainPlan
 from colotrain.spec.sequence import BlockSequence

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
 from colotrain.config.schema import Config, Elastic, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
-from colotrain.planner.advise import Option, SearchSpace
+from colotrain.planner.context import Examined, Option, PlanningContext
 from colotrain.planner.distillation import pass_before
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
@@ -30,12 +29,11 @@ from colotrain.planner.micro_batch import choose
 from colotrain.planner.model import UNBUILT, at_peak, count, survey_model, warn_of_data
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import objective_plan, plan_data
-from colotrain.planner.pipeline import bubble_warning, plan_stages
 from colotrain.planner.plugin import (
-    PlanningContext,
     check_override_names,
     check_plugin,
     check_room,
+    decide,
 )
 from colotrain.planner.resizing import (
     check_kept,
@@ -45,11 +43,11 @@ from colotrain.planner.resizing import (
     warn_of_first_node,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
-from colotrain.planner.stages import of_fullest_stage
+from colotrain.planner.stages import Stage, bubble_warning, divide, plan_stages
 from colotrain.planner.vocabulary import warn_of_new_rows, with_new_tokens
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
-from colotrain.spec.batch import endless_evaluation, no_best, tokens_per_count
+from colotrain.spec.batch import endless_evaluation, no_best
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan, Recovery
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
@@ -68,20 +66,6 @@ from colotrain.spec.plan import (
 )
 from colotrain.spec.settings import CommonCheckpoint
 from colotrain.spec.survey import LossStudy, Survey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """Settings in which nothing is wrong, and what they say of ranks, batch, model and data."""
-
-    settings: Config
-    scale: Scale
-    batch: BatchPlan
-    model: ModelPlan
-    data: DataPlan
-    freeze: FreezePlan
-    survey: Survey
-    """The whole model, undivided."""
 
 
 def resolve(
@@ -118,22 +102,22 @@ def resolve(
         check_own_functions(settings, data, steps, surveys)
         held = num_validation(settings, data, surveys=surveys)
         study = study_loss(settings, examined.model, data, examined.survey, surveys)
-    train = _train(settings.train, steps, held, study)
     context = planning_context(
         examined,
-        train,
+        _train(settings.train, steps, held, study),
         _optim(settings.optim, steps),
         surveys,
         machine,
         changed_plans(config, again),
     )
-    context, plugin, option = of_fullest_stage(settings.plugin, context)
+    plugin, option = decide(context)
+    context = context.of_fullest_stage(plugin)
     plan = dataclasses.replace(
-        assemble(examined, steps, context, plugin, option),
+        assemble(context, steps, plugin, option),
         name=run_name(name or settings.name or _default_name(settings, plugin.name)),
         smoke=smoke,
     )
-    warnings = [*_warnings(examined, plan, steps, study.notes, machine)]
+    warnings = [*_warnings(context, plan, steps, study.notes)]
     if hints:
         warnings += memory_warnings(context, plan)
     return dataclasses.replace(plan, warnings=tuple(warnings)), context
@@ -200,47 +184,31 @@ def planning_context(
     """What the choice of a plugin depends on."""
     scale, batch, model, data = examined.scale, examined.batch, examined.model, examined.data
     survey = at_peak(examined.survey.divided(scale.mesh.tp), examined.freeze)
-    search_space = SearchSpace(
-        survey=survey,
-        traces=surveys.traces(model, examined.freeze, data, train, scale),
-        hardware=timed_hardware(examined.settings, scale, machine),
-        capacity=scale.memory_bytes,
-        global_batch=batch.global_batch,
-        tokens_per_step=batch.tokens_per_step,
-        tokens_per_count=tokens_per_count(
-            pairs=data.pairs, seq_len=data.seq_len, of_samples=data.source == "target"
-        ),
-        world_size=scale.world,
-        mesh=scale.mesh,
-        data_parallel=batch.data_parallel,
-        before=pass_before(model, survey, data, train, scale, batch, surveys),
-    )
+    traces = surveys.traces(model, examined.freeze, data, train, scale)
+    stages = divide(Stage(survey=survey, traces=traces), scale)
     return PlanningContext(
-        scale=scale,
-        search_space=search_space,
-        model=model,
-        data=data,
-        batch=batch,
+        **same_fields(examined, Examined),
+        stages=stages,
+        stage=stages[0],
         train=train,
         optim=optim,
         observe=_observe(examined.settings.observe),
         machine=machine,
+        hardware=timed_hardware(examined.settings, scale, machine),
+        before=pass_before(model, survey, data, train, scale, batch, surveys),
         changed_plan=changed_plan,
     )
 
 
-def assemble(
-    examined: Examined, steps: Steps, context: PlanningContext, plugin: PluginPlan, option: Option
-) -> RunPlan:
+def assemble(context: PlanningContext, steps: Steps, plugin: PluginPlan, option: Option) -> RunPlan:
     """The plan, without a name; raises `ConfigError` where its memory has no room.
 
     `context` is that of the fullest stage, and `option` what `plugin` needs there.
     """
-    settings, scale, batch = examined.settings, examined.scale, examined.batch
-    survey, train = context.search_space.survey, context.train
+    settings, scale, batch, train = context.settings, context.scale, context.batch, context.train
     checkpoint = _checkpoint(settings, steps)
-    problems = list(check_room(settings.plugin, plugin, survey, context.optim, scale))
-    copies, unfit = plan_memory_copy(settings.elastic, context, plugin, option.peak)
+    problems = list(check_room(context, plugin))
+    copies, unfit = plan_memory_copy(context, plugin, option.peak)
     problems += [*unfit, *check_kept(settings, has_copies=copies.enabled)]
     if problems:
         raise ConfigError(problems)
@@ -251,22 +219,22 @@ def assemble(
         world_size=scale.world,
         plugin=plugin,
         mesh=scale.mesh,
-        model=examined.model,
-        data=examined.data,
+        model=context.model,
+        data=context.data,
         batch=batch,
         train=dataclasses.replace(train, eval_first=evaluates_first(train, batch, option.time)),
         optim=context.optim,
-        freeze=dataclasses.replace(examined.freeze, matched=examined.survey.matched),
-        cluster=_cluster(scale, context.machine),
+        freeze=dataclasses.replace(context.freeze, matched=context.survey.matched),
+        cluster=ClusterPlan(**same_fields(scale, ClusterPlan)),
         elastic=_elastic(settings.elastic, scale.nodes, copies),
         checkpoint=checkpoint,
         observe=context.observe,
-        parameters=count(examined.survey),
+        parameters=count(context.survey),
         memory=option.memory,
         peak=option.peak,
         memory_shape=context.shape(plugin),
         time=option.time,
-        flops_per_token=examined.survey.flops_per_token,
+        flops_per_token=context.survey.flops_per_token,
     )
 
 
@@ -326,14 +294,6 @@ def _optim(optim: Optim, steps: Steps) -> OptimPlan:
         "decay_steps": optim.schedule.decay_steps,
     }
     return OptimPlan(**same_fields(optim, OptimPlan) | computed)
-
-
-def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
-    return ClusterPlan(
-        **same_fields(scale, ClusterPlan),
-        threads_per_rank=machine.threads_of(scale.procs_per_node),
-        threads_set_by=machine.threads_set_by,
-    )
 
 
 def _checkpoint(settings: Config, steps: Steps) -> CheckpointPlan:
@@ -404,21 +364,21 @@ def _warnings_of_length(settings: Config, planned: Steps, optim: OptimPlan) -> I
 
 
 def _warnings(
-    examined: Examined, plan: RunPlan, steps: Steps, of_loss: Sequence[str], machine: Machine
+    context: PlanningContext, plan: RunPlan, steps: Steps, of_loss: Sequence[str]
 ) -> Iterator[str]:
     """Warnings of what is allowed but probably not intended; `of_loss` are those of the loss."""
-    settings = examined.settings
+    settings, survey = context.settings, context.survey
     if settings.name is not None and settings.name != plan.name:
         yield f"name={settings.name}: the run is called {plan.name}, as its folder"
     if not plan.smoke:
         yield from _warnings_of_length(settings, steps, plan.optim)
-    yield from _warnings_of_ranks(settings, examined.scale, machine)
-    yield from warn_of_data(settings, examined.survey)
-    yield from warn_of_new_rows(settings, examined.survey)
-    yield from examined.survey.remarks
+    yield from _warnings_of_ranks(settings, context.scale, context.machine)
+    yield from warn_of_data(settings, survey)
+    yield from warn_of_new_rows(settings, survey)
+    yield from survey.remarks
     yield from of_loss
-    yield from warn_of_batch_norms(examined.survey, plan.batch)
-    yield from bubble_warning(examined.scale, plan.batch)
+    yield from warn_of_batch_norms(survey, plan.batch)
+    yield from bubble_warning(context.scale, plan.batch)
     yield from warn_of_durations(plan.train, plan.batch, plan.time)
 
 

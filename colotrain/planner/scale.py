@@ -16,21 +16,17 @@ from colotrain.planner.rates import hardware_of, known
 from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, MeshPlan, Ranks
 from colotrain.spec.batch import Sizes, solve
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
-from colotrain.spec.plan import BatchPlan
+from colotrain.spec.plan import BatchPlan, ClusterPlan
 from colotrain.spec.sequence import BlockSequence
 
 MOST_CPU_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """The ranks of a run, and the memory each has."""
+class Scale(ClusterPlan):
+    """The ranks of a run, what each has of its machine, and how they divide the model."""
 
-    nodes: int
-    procs_per_node: int
     mesh: MeshPlan
-    device: str
-    memory_bytes: int
     sequence: BlockSequence = field(default_factory=BlockSequence)
     """The model's blocks, where stages divide them."""
 
@@ -71,9 +67,14 @@ def scale_out(
     if cluster.procs_per_node == "auto":
         procs = batch.data_parallel * mesh.together // nodes if batch else default[0]
     procs = max(1, procs)
-    memory_bytes = _memory_bytes(settings, device, procs, machine, problems)
     scale = Scale(
-        nodes=nodes, procs_per_node=procs, mesh=mesh, device=device, memory_bytes=memory_bytes
+        nodes=nodes,
+        procs_per_node=procs,
+        device=device,
+        threads_per_rank=machine.threads_of(procs),
+        memory_bytes=_memory_bytes(settings, device, procs, machine, problems),
+        threads_set_by=machine.threads_set_by,
+        mesh=mesh,
     )
     return scale, batch
 
@@ -239,7 +240,6 @@ def timed_hardware(
 ) -> Callable[[Layout], Hardware] | None:
     """Function from layout to hardware: as described, as measured here, or typical CPU cores."""
     described, train = settings.hardware, settings.train
-    threads = machine.threads_of(scale.procs_per_node)
     if described.name is not None and described.is_timed and scale.device != "cpu":
         fp32 = "tf32" if train.tf32 and "tf32" in described.tflops else "fp32"
         precision = fp32 if train.precision == "fp32" else train.precision
@@ -256,6 +256,6 @@ def timed_hardware(
         return None
     ranks, precision = scale.procs_per_node, train.precision
     measured = known(cores=machine.cores_used(ranks), ranks=ranks, precision=precision)
-    typical = typical_cpu(threads=threads, precision=precision)
+    typical = typical_cpu(threads=scale.threads_per_rank, precision=precision)
     here = typical if measured is None else hardware_of(measured)
     return lambda layout: here

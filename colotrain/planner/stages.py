@@ -1,59 +1,156 @@
-"""Memory and time of pipeline stages, each with its part of the model. Standard library only."""
+"""Pipeline stages: checks, the number of blocks of each, and its part of the model.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from colotrain.config.schema import Plugin
-from colotrain.planner.advise import Option
-from colotrain.planner.plugin import PlanningContext, decide
+from colotrain.config.schema import Config
+from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
-from colotrain.spec.plan import PluginPlan, Recompute
+from colotrain.spec.axes import MeshPlan
+from colotrain.spec.pipeline_schedule import bubble
+from colotrain.spec.plan import BatchPlan, Recompute
+from colotrain.spec.sequence import BlockSequence, Costs, balance
 from colotrain.spec.survey import Survey, Trace
 
-
-def of_fullest_stage(
-    asked: Plugin, context: PlanningContext
-) -> tuple[PlanningContext, PluginPlan, Option]:
-    """Decide on the plugin; return the stage that needs most memory under it, and that memory."""
-    contexts = [*each_stage(context)]
-    plugin, option = decide(asked, contexts[0])
-    if context.scale.mesh.pp == 1:
-        return context, plugin, option
-    options = [own.own_option(plugin) for own in contexts]
-    by_stage = tuple(option.memory.total for option in options)
-    sent = tuple(sum(own.layout(plugin).passed_bytes) for own in contexts)
-    index = by_stage.index(max(by_stage))
-    fullest = dataclasses.replace(contexts[index], bytes_of_stages=by_stage, sent_by_stages=sent)
-    return fullest, plugin, options[index]
+Traces = Callable[[Recompute, int], Trace | None]
+"""(checkpointing, samples) → trace of a micro-batch."""
 
 
-def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:
-    """Yield the context of each stage; `context` itself where there are no stages."""
-    scale, space = context.scale, context.search_space
-    if scale.mesh.pp == 1:
-        yield context
-        return
-    own_spaces = []
-    for stage in range(scale.mesh.pp):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a rank of one pipeline stage has of the model: all of it where there are no others."""
 
-        def traces(recompute: Recompute, samples: int, stage: int = stage) -> Trace | None:
-            whole = space.traces(recompute, samples)
-            return None if whole is None else trace_of(whole, scale, stage)
+    number: int = 0
+    survey: Survey
+    """Its parameters; those that are unfrozen later count as trained."""
+    traces: Traces
+    gradients_sent: int = 0
+    """Chunks of the stage that send gradients back."""
+    chunk_of: dict[str, int] = field(default_factory=dict)
+    """Block → position of its chunk among the stage's; "" → that of what is in no block."""
 
-        own_spaces.append(
-            dataclasses.replace(
-                space,
-                survey=survey_of(space.survey, scale, stage),
-                traces=traces,
-                chunk_of=chunk_of(scale, stage),
-                gradients_sent=gradients_sent(space.survey, scale, stage),
-            )
+
+def plan_stages(
+    settings: Config,
+    scale: Scale,
+    survey: Survey | None,
+    find: Callable[[], BlockSequence] | None,
+    problems: list[Problem],
+) -> Scale:
+    """Return `scale` with the split of the model's blocks; problems are appended."""
+    pp = scale.mesh.pp
+    if pp == 1:
+        return scale
+    problems += _check_chunks(settings)
+    if survey is None or find is None or problems:
+        return scale
+    sequence = find()
+    split = _split(settings, scale.mesh, survey, sequence, problems)
+    if problems:
+        return scale
+    mesh = dataclasses.replace(scale.mesh, pp_split=split)
+    return dataclasses.replace(scale, mesh=mesh, sequence=sequence)
+
+
+def _check_chunks(settings: Config) -> Iterator[Problem]:
+    """Problem of a number of chunks that the schedule cannot have."""
+    schedule, chunks = settings.mesh.pp_schedule, settings.mesh.pp_chunks
+    if schedule == "interleaved" and chunks is not None and chunks < 2:
+        expected = "2 or more under mesh.pp_schedule=interleaved"
+        fix = "remove it, or set mesh.pp_schedule=1f1b"
+        yield Problem(key="mesh.pp_chunks", value=chunks, expected=expected, fix=fix)
+
+
+def _split(
+    settings: Config,
+    mesh: MeshPlan,
+    survey: Survey,
+    sequence: BlockSequence,
+    problems: list[Problem],
+) -> tuple[int, ...]:
+    """Return the number of blocks of each stage or chunk, or append the problem with it."""
+    num, parts = len(sequence.blocks), mesh.pp * mesh.pp_chunks
+    asked = settings.mesh.pp_split
+    if sequence.against:
+        expected, fix = (
+            f"1: this model is no sequence of blocks: {sequence.against}",
+            "set mesh.pp=1",
         )
-    for stage, own in enumerate(own_spaces):
-        own = dataclasses.replace(own, stages=tuple(own_spaces))
-        yield dataclasses.replace(context, search_space=own, stage=stage)
+        problems.append(Problem(key="mesh.pp", value=mesh.pp, expected=expected, fix=fix))
+    elif num < mesh.pp:
+        expected, fix = f"at most {num}, the number of the model's blocks", f"set mesh.pp={num}"
+        problems.append(Problem(key="mesh.pp", value=mesh.pp, expected=expected, fix=fix))
+    elif num < parts:
+        expected = f"at most {num // mesh.pp}, as {mesh.pp} stages share out {num} blocks"
+        can = num // mesh.pp >= 2
+        fix = f"set mesh.pp_chunks={num // mesh.pp}" if can else "set mesh.pp_schedule=1f1b"
+        problems.append(
+            Problem(key="mesh.pp_chunks", value=mesh.pp_chunks, expected=expected, fix=fix)
+        )
+    elif asked and (len(asked) != parts or sum(asked) != num or min(asked) < 1):
+        expected = f"{parts} numbers of 1 or more, whose sum is {num}, the number of blocks"
+        fix = f"for example mesh.pp_split={_listed(balance(costs(survey, sequence), parts))}"
+        problems.append(Problem(key="mesh.pp_split", value=list(asked), expected=expected, fix=fix))
+    else:
+        return asked or balance(costs(survey, sequence), parts)
+    return ()
+
+
+def _listed(split: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, split))}]"
+
+
+def costs(survey: Survey, sequence: BlockSequence) -> Costs:
+    """Return the sizes of the matrices that a token is multiplied with."""
+    of_block = dict.fromkeys(sequence.blocks, 0)
+    after = 0
+    for parameter in survey.parameters:
+        if len(parameter.shape) < 2:
+            continue
+        block = next((b for b in of_block if parameter.name.startswith(f"{b}.")), None)
+        if block is not None:
+            of_block[block] += parameter.numel
+        elif parameter.name in sequence.after:
+            after += parameter.numel
+    return Costs(blocks=tuple(of_block.values()), after=after)
+
+
+def bubble_warning(scale: Scale, batch: BatchPlan) -> Iterator[str]:
+    """Warning of fewer micro-batches than stages, of which some then wait most of the time."""
+    pp, steps = scale.mesh.pp, batch.accumulation_steps
+    if steps < pp:
+        share = bubble(pp, steps, scale.mesh.pp_chunks)
+        yield (
+            f"mesh.pp={pp}: with accumulation {steps} each stage waits for {share:.0%} of a step; "
+            f"a smaller train.micro_batch, or a larger train.global_batch, gives {pp} or more"
+        )
+
+
+def divide(whole: Stage, scale: Scale) -> tuple[Stage, ...]:
+    """Return the stages of a model, of which `whole` is all."""
+    if scale.mesh.pp == 1:
+        return (whole,)
+    return tuple(_stage(whole, scale, number) for number in range(scale.mesh.pp))
+
+
+def _stage(whole: Stage, scale: Scale, number: int) -> Stage:
+    def traces(recompute: Recompute, samples: int) -> Trace | None:
+        trace = whole.traces(recompute, samples)
+        return None if trace is None else trace_of(trace, scale, number)
+
+    return Stage(
+        number=number,
+        survey=survey_of(whole.survey, scale, number),
+        traces=traces,
+        gradients_sent=gradients_sent(whole.survey, scale, number),
+        chunk_of=chunk_of(scale, number),
+    )
 
 
 def gradients_sent(survey: Survey, scale: Scale, stage: int) -> int:

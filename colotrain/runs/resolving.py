@@ -15,9 +15,9 @@ from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forked_calls import ForkedCaller
 from colotrain.launch.server.forkserver import import_agent, is_warm, warm_up
+from colotrain.planner.context import PlanningContext
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
-from colotrain.planner.plugin import PlanningContext
 from colotrain.planner.smoke import shrink
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
@@ -39,9 +39,10 @@ class ResolvedConfig:
     config: dict[str, Any]
     plan: RunPlan
     context: PlanningContext
-    """Inputs of the plan, from which alternatives to it can be computed."""
-    machine: Machine
-    """Machine that the plan was made for: this one, or a node of a job."""
+    """Inputs of the plan, from which alternatives to it can be computed.
+
+    Its machine is this one, or a node of a job.
+    """
     notices: tuple[str, ...] = ()
     """Notes on settings that were chosen for the user."""
     not_traced: str = ""
@@ -50,11 +51,11 @@ class ResolvedConfig:
     @property
     def survey(self) -> Survey:
         """Return the survey of the model, made with everything trainable that ever will be."""
-        return self.context.search_space.survey
+        return self.context.stage.survey
 
     def resolve(self, config: dict[str, Any]) -> RunPlan:
         """Return the plan of a changed configuration on the same machine."""
-        return _resolve(config, self.machine)[0]
+        return _resolve(config, self.context.machine)[0]
 
 
 def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
@@ -117,7 +118,6 @@ def resolve_config(
         config=config,
         plan=plan,
         context=context,
-        machine=machine,
         notices=tuple(notices),
         not_traced="".join(obstacles[-1:]),
     )

@@ -163,7 +163,7 @@ def both(
     counted, found = json.loads(out.read_text("utf-8")), {}
     for name, setting in settings.items():
         context = setting.context
-        trace = context.search_space.traces("none", setting.plan.batch.micro_batch)
+        trace = context.stage.traces("none", setting.plan.batch.micro_batch)
         sent = traffic(context.layout(setting.plan.plugin), setting.survey, trace)
         hybrid = {"replicated": sent.replicated_bytes} if sent.replicated_bytes else {}
         said = {

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from colotrain.planner.advise import SearchSpace
 from colotrain.planner.distillation import memory_of_pass
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate
+from colotrain.planner.stages import Stage
 from colotrain.planner.traced.survey import survey, trace_micro_batch
 from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan
 from colotrain.spec.survey import Survey, Trace
 from colotrain.spec.teacher import COPIES, PART_BYTES, kept_bytes, teacher_of
+from tests.unit.known_surveys import planning_context
 from tests.unit.planner.test_memory import ADAM
 
 SIZES = {"vocab_size": 128, "d_model": 64, "num_layers": 4, "num_heads": 4, "d_hidden": 128}
@@ -76,17 +77,15 @@ def test_a_plan_is_refused_where_the_weights_alone_do_not_fit(
     tmp_path: Path, capacity: float, verdict: str
 ) -> None:
     asked = estimate(tmp_path, baseline=1 << 30)
-    space = SearchSpace(
-        survey=survey(STUDENT, FreezePlan(), 32),
-        traces=lambda checkpointing, size: None,
-        hardware=None,
+    student = survey(STUDENT, FreezePlan(), 32)
+    context = planning_context(
+        Stage(survey=student, traces=lambda checkpointing, size: None),
+        ADAM,
         capacity=int(asked.peak.exact * capacity),
-        **dict.fromkeys(("global_batch", "tokens_per_step", "tokens_per_count"), 1),
-        **dict.fromkeys(("world_size", "data_parallel"), 1),
         before=lambda layout: asked,
     )
     layout = Layout(parameters_live="use", gradients="sharded", shard=2, optim=ADAM)
-    option = space.option("zero3", layout, checkpointing="none")
+    option = context.option_of("zero3", layout, checkpointing="none")
     assert option.verdict == verdict
     assert option.memory == asked.breakdown
 

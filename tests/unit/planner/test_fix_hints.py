@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.planner.advise_axes import other_meshes
+from colotrain.planner.advise import other_meshes
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.spec.divisions import Divisions

@@ -18,9 +18,10 @@ from torch import nn
 from colotrain.engine.model.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_on_meta, build_whole
-from colotrain.planner.advise import SearchSpace, best, largest_micro_batch
+from colotrain.planner.advise import best, every, largest_micro_batch
 from colotrain.planner.allocations import SMALL_SHARE, AllocationCounter
 from colotrain.planner.communication import traffic
+from colotrain.planner.context import PlanningContext
 from colotrain.planner.gpu_margin import workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find
 from colotrain.planner.hardware import Sheet, from_sheet
@@ -33,15 +34,25 @@ from colotrain.planner.memory import (
 )
 from colotrain.planner.memory_changes import memory_changes
 from colotrain.planner.model_states import model_state_bytes
+from colotrain.planner.stages import Stage
 from colotrain.planner.time import amounts_of, step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch, ungrouped
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
 from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.plan import RECOMPUTE, DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute
+from colotrain.spec.plan import (
+    RECOMPUTE,
+    BatchPlan,
+    DataPlan,
+    FreezePlan,
+    ModelPlan,
+    OptimPlan,
+    Recompute,
+)
 from colotrain.spec.plugins import ROWS, stays_gathered
 from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
 from tests.traces import most_alive
+from tests.unit.known_surveys import planning_context
 
 SEQ_LEN = 64
 MODEL = ModelPlan(
@@ -727,17 +738,24 @@ def test_slower_links_and_longer_rings_take_longer() -> None:
 # Advice
 
 
-def search_space(capacity: int) -> SearchSpace:
-    return SearchSpace(
+def search_space(capacity: int) -> PlanningContext:
+    stage = Stage(
         survey=looked_at(),
         traces=lambda checkpointing, size: traced(size=size, checkpointing=checkpointing),
-        hardware=lambda made: from_sheet(SHEET, made, procs_per_node=8),
+    )
+    return planning_context(
+        stage,
+        ADAM,
         capacity=capacity,
-        global_batch=16,
-        tokens_per_step=16 * SEQ_LEN,
-        tokens_per_count=1,
-        world_size=4,
-        data_parallel=4,
+        num_ranks=4,
+        batch=BatchPlan(
+            global_batch=16,
+            micro_batch=4,
+            accumulation_steps=1,
+            data_parallel=4,
+            tokens_per_step=16 * SEQ_LEN,
+        ),
+        hardware=lambda made: from_sheet(SHEET, made, procs_per_node=8),
     )
 
 
@@ -749,15 +767,15 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
 
 def test_advice_never_names_what_does_not_fit() -> None:
     layouts = [(name, layout(name, 4)) for name in ("zero1", "zero2", "zero3")]
-    every = list(search_space(1 << 40).every(layouts, checkpointing=RECOMPUTE))
-    assert len(every) == 3 * 3 * 3
-    median = sorted(option.memory.total for option in every)[len(every) // 2]
-    tight = list(search_space(median).every(layouts, checkpointing=RECOMPUTE))
+    options = list(every(search_space(1 << 40), layouts, checkpointing=RECOMPUTE))
+    assert len(options) == 3 * 3 * 3
+    median = sorted(option.memory.total for option in options)[len(options) // 2]
+    tight = list(every(search_space(median), layouts, checkpointing=RECOMPUTE))
     chosen = best(tight)
     assert chosen is not None
     assert chosen.fits
     assert chosen.memory.total <= median
-    assert best(list(search_space(1).every(layouts, checkpointing=("full",)))) is None
+    assert best(list(every(search_space(1), layouts, checkpointing=("full",)))) is None
 
 
 def test_a_ledger_adds_up() -> None:

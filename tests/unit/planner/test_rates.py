@@ -81,7 +81,7 @@ def test_a_torn_measurement_counts_as_none(tmp_path: Path) -> None:
 def test_a_plan_takes_its_times_from_the_measurement_and_says_when_there_is_none() -> None:
     resolved = resolve_config([*SMALL, "plugin=zero2"], here=False)
     assert any("--measure" in text for text in describe(resolved)["warnings"])
-    cores = resolved.machine.cores_used(2)
+    cores = resolved.context.machine.cores_used(2)
     rates.remember(measured(0.125), cores=cores, ranks=2, precision="fp32")
     resolved = resolve_config([*SMALL, "plugin=zero2"], here=False)
     document = describe(resolved)

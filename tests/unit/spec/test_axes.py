@@ -116,8 +116,9 @@ SIZES = {"pp", "cp", "tp", "dp_shard", "dp_replicate", "shard_size"}
 OPERATORS = (ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
 EXCEPTIONS = {
     "spec/axes.py": "the arithmetic",
-    "planner/pipeline.py": "how many blocks a stage has",
-    "planner/plugin.py": "a part of the bytes of activations, and whether a setting is a divisor",
+    "planner/stages.py": "how many blocks a stage has",
+    "planner/context.py": "a part of the bytes of activations",
+    "planner/plugin.py": "whether a setting is a divisor",
     "planner/model.py": "whether a vocabulary can be divided",
     "planner/hardware.py": "a part of the bandwidth of a node",
     "planner/offload.py": "bytes of all parts of a parameter",
