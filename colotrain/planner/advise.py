@@ -12,7 +12,7 @@ from typing import Any
 from colotrain.errors import UsageError
 from colotrain.planner.context import Option, PlanningContext
 from colotrain.planner.layout import Layout, layout_of
-from colotrain.spec.plan import BatchPlan, Recompute, RunPlan
+from colotrain.spec.plan import Recompute, RunPlan
 from colotrain.spec.survey import Survey
 
 MOST_SAMPLES = 1024
@@ -40,9 +40,8 @@ def every(
     batch = context.batch
     ways = [recompute for recompute in checkpointing if can(context, recompute)]
     for plugin, layout in layouts:
-        for size in micro_batches(batch):
-            steps = batch.global_batch // (batch.data_parallel * size)
-            sized = replace(layout, micro_batch=size, accumulation_steps=steps)
+        for size in micro_batches(batch.share):
+            sized = replace(layout, micro_batch=size, accumulation_steps=batch.share // size)
             for recompute in ways:
                 yield context.option_of(plugin, sized, checkpointing=recompute)
 
@@ -55,8 +54,8 @@ def can(context: PlanningContext, recompute: Recompute) -> bool:
         return False
 
 
-def micro_batches(batch: BatchPlan) -> list[int]:
-    share = batch.global_batch // batch.data_parallel
+def micro_batches(share: int) -> list[int]:
+    """Sizes that divide `share` samples, powers of two where there are any."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
 

@@ -157,9 +157,8 @@ def _shown(changes: Changes) -> str:
 
 def _changes(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
     """Changes that may help on this machine, the smallest first."""
-    recompute, batch = plan.train.activation_checkpointing, plan.batch
+    recompute, share = plan.train.activation_checkpointing, plan.batch.share
     size = largest_micro_batch(context, context.layout(plan.plugin), checkpointing=recompute)
-    share = batch.global_batch // batch.data_parallel
     if size:
         yield {"train.micro_batch": max(n for n in range(1, size + 1) if share % n == 0)}
     for more in RECOMPUTE[RECOMPUTE.index(recompute) + 1 :]:

@@ -80,7 +80,7 @@ def _sizes(settings: Config, machine: Machine) -> Iterator[int]:
     """Divisors of a rank's part of the global batch, the largest first."""
     single = dataclasses.replace(settings.train, micro_batch=1)
     scale, batch = scale_out(dataclasses.replace(settings, train=single), machine, [])
-    share = batch.global_batch // batch.data_parallel if batch else 1
+    share = batch.share if batch else 1
     most = max(1, MOST_TOKENS[scale.device] // settings.data.seq_len) if batch else 1
     for size in range(min(share, most), 0, -1):
         if share % size == 0:

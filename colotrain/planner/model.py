@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
 from colotrain.config.schema import Config, Data, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import check_objective
-from colotrain.planner.scale import mesh_of, touches
+from colotrain.planner.scale import touches
 from colotrain.planner.vocabulary import check_vocabulary
-from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts
+from colotrain.spec.axes import MeshPlan
+from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts, matches
 from colotrain.spec.survey import COMPILER, Survey
 
 
@@ -21,6 +21,7 @@ def survey_model(
     model: ModelPlan,
     freeze: FreezePlan,
     settings: Config,
+    mesh: MeshPlan,
     surveys: ModelSurveys,
     problems: list[Problem],
 ) -> Survey | None:
@@ -49,7 +50,7 @@ def survey_model(
     problems += _check_context_parallel(settings, model, found)
     problems += _check_tensor_parallel(settings, model, found)
     problems += _check_tokens(settings, model, found)
-    problems += _check_divided_length(settings)
+    problems += _check_divided_length(mesh, settings.data)
     if settings.train.compile:
         found = dataclasses.replace(found, libraries=(*found.libraries, COMPILER))
     return found
@@ -76,7 +77,7 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
     frozen = [n for p in survey.parameters if p.frozen_by is not None for n in (p.name, *p.aliases)]
     for step, globs in freeze.unfreeze.items():
         for glob in globs:
-            if survey.matched.get(glob) and not any(fnmatchcase(name, glob) for name in frozen):
+            if survey.matched.get(glob) and not matches(frozen, [glob]):
                 expected = "a glob that matches a parameter which is frozen before"
                 fix = _nearest("", frozen) if frozen else "remove it"
                 yield Problem(key=f"freeze.unfreeze.{step}", value=glob, expected=expected, fix=fix)
@@ -89,7 +90,7 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
 def _check_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
     names = [parameter.name for parameter in survey.parameters]
     for index, rule in enumerate(optim.rules):
-        if not any(fnmatchcase(name, rule.match) for name in names):
+        if not matches(names, [rule.match]):
             key, expected = f"optim.rules[{index}].match", "a glob that matches a parameter's name"
             yield Problem(
                 key=key, value=rule.match, expected=expected, fix=_nearest(rule.match, names)
@@ -145,9 +146,8 @@ def _check_context_parallel(
         yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
 
 
-def _check_divided_length(settings: Config) -> Iterator[Problem]:
+def _check_divided_length(mesh: MeshPlan, data: Data) -> Iterator[Problem]:
     """Problem of samples whose tokens cannot be divided evenly among ranks."""
-    mesh, data = mesh_of(settings), settings.data
     unit, length = mesh.token_unit, data.seq_len
     if data.target is None and length % unit:
         near = max(length // unit, 1) * unit
@@ -234,11 +234,7 @@ def _is_too_long(data: Data, survey: Survey) -> bool:
 def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:
     """The survey after all scheduled unfreezing, when the most memory is needed."""
     parameters = [
-        dataclasses.replace(p, frozen_by=None)
-        if any(
-            fnmatchcase(name, glob) for name in (p.name, *p.aliases) for glob in freeze.scheduled
-        )
-        else p
+        dataclasses.replace(p, frozen_by=None) if freeze.unfreezes((p.name, *p.aliases)) else p
         for p in survey.parameters
     ]
     return dataclasses.replace(survey, parameters=tuple(parameters))

@@ -19,7 +19,7 @@ class Transient:
     activations: int
     gathered: int | None
     """Gathered parameters and unreduced gradients beside the activations; None on CPU and without a
-    trace: then `spec.offload.transient_bytes` estimates it."""
+    trace: then `spec.offload.estimate_non_model` does."""
     beside: int = 0
     """Most bytes of CUDA's libraries and of torch's allocator."""
     staged: Callable[[Collection[str]], int] = lambda below: 0

@@ -17,11 +17,11 @@ from colotrain.spec.offload import (
     NonModelBytes,
     Placement,
     bytes_by_tier,
+    estimate_non_model,
     group_bytes,
     moved_bytes,
     place,
     streaming_bytes,
-    transient_bytes,
     with_margin,
 )
 from colotrain.spec.packing import Chunk, pack, padding, units_of
@@ -96,8 +96,13 @@ def predict(
             if not moved:
                 return sizes, placement, non_model
             below |= moved
-    estimate = int(safety * transient_bytes(sizes, ranks=plugin.dp_shard)) + transient.activations
-    non_model = NonModelBytes(compute=process + estimate, update=process)
+    non_model = estimate_non_model(
+        sizes,
+        ranks=plugin.dp_shard,
+        process=process,
+        activations=transient.activations,
+        safety=safety,
+    )
     return sizes, place(sizes, plugin.budget, non_model, device=device), non_model
 
 

@@ -149,7 +149,7 @@ def examine(
     schedule = dict(sorted(settings.freeze.unfreeze.items()))
     freeze = FreezePlan(**same_fields(settings.freeze, Freeze) | {"unfreeze": schedule})
     model = _model(settings, problems)
-    survey = survey_model(model, freeze, settings, surveys, problems)
+    survey = survey_model(model, freeze, settings, scale.mesh, surveys, problems)
     if survey is not None and not plugin_problems:
         problems += check_override_names(settings.plugin, survey)
     if data is not None and survey is not None and survey.balances_experts:

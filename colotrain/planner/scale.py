@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from colotrain.config.schema import Config
+from colotrain.config.schema import Config, Mesh
+from colotrain.config.schema_cluster import Cluster
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.planner.hardware import Hardware, Sheet, from_sheet, typical_cpu
@@ -59,9 +60,9 @@ def scale_out(
     default = ranks_here(device, machine)
     if hardware.name is not None and device == "cuda" and machine.num_devices == 0:
         default = (hardware.devices_per_node, hardware.devices_per_node)
-    problems += _check_mesh(settings, most_procs=default[1])
-    mesh = mesh_of(settings)
-    batch = _solve(settings, default, problems)
+    mesh = _mesh(settings.mesh)
+    problems += _check_mesh(settings.cluster, mesh, most_procs=default[1])
+    batch = _solve(settings, mesh, default, problems)
     nodes = max(1, cluster.nodes)
     procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
     if cluster.procs_per_node == "auto":
@@ -120,12 +121,12 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
             yield Problem(key=f"hardware.tflops.{name}", value=value, expected="a number above 0")
 
 
-def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
+def _check_mesh(cluster: Cluster, mesh: MeshPlan, *, most_procs: int) -> Iterator[Problem]:
     """Problem of ranks that cannot be divided into groups with the same samples.
 
     The stages of a group may be on different nodes; what else divides samples may not.
     """
-    procs, mesh, nodes = settings.cluster.procs_per_node, mesh_of(settings), settings.cluster.nodes
+    procs, nodes = cluster.procs_per_node, cluster.nodes
     axes = mesh.above_one or {"mesh.tp": 1}
     inside = dataclasses.replace(mesh, pp=1)
     if nodes > 1 and not _holds_groups(procs, most_procs, inside.unit(nodes)):
@@ -154,9 +155,8 @@ def _holds_groups(procs: int | str, most_procs: int, unit: int) -> bool:
     return procs < 1 or procs % unit == 0 if isinstance(procs, int) else unit <= most_procs
 
 
-def mesh_of(settings: Config) -> MeshPlan:
+def _mesh(mesh: Mesh) -> MeshPlan:
     """The axes beside the plugin's; 1 for sizes that are refused."""
-    mesh = settings.mesh
     interleaved = mesh.pp > 1 and mesh.pp_schedule == "interleaved"
     chunks = max(1, mesh.pp_chunks or DEFAULT_CHUNKS) if interleaved else 1
     return MeshPlan(
@@ -175,7 +175,9 @@ def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
     return min(machine.num_cores, MOST_CPU_RANKS), 2 * machine.num_cores
 
 
-def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) -> BatchPlan | None:
+def _solve(
+    settings: Config, mesh: MeshPlan, ranks: tuple[int, int], problems: list[Problem]
+) -> BatchPlan | None:
     train, cluster, steps = settings.train, settings.cluster, settings.accumulate.steps
     unknown = train.global_batch is None and train.micro_batch is None
     has_model = settings.model.target is not None or settings.model.hf is not None
@@ -188,7 +190,7 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
         expected = "a size, of which train.micro_batch=auto takes a part"
         problems.append(Problem(key="train.global_batch", value=None, expected=expected))
         return None
-    mesh, procs = mesh_of(settings), cluster.procs_per_node
+    procs = cluster.procs_per_node
     found = solve(
         Sizes(
             global_batch=train.global_batch,

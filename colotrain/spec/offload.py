@@ -232,19 +232,29 @@ def _need(
     return resting + max(non_model.compute, non_model.update + window)
 
 
-def transient_bytes(groups: Sequence[GroupBytes], *, ranks: int) -> int:
-    """Estimate the bytes of gathered parameters and of gradients that are not reduced yet.
+def estimate_non_model(
+    groups: Sequence[GroupBytes],
+    *,
+    ranks: int,
+    process: int,
+    activations: int,
+    safety: float = SAFETY,
+) -> NonModelBytes:
+    """Estimate what a rank holds beside model data from the groups, before it was measured.
 
     It is for the CPU, and for models that cannot be traced; on CUDA the planner follows a step's
     allocations (`planner.memory.non_model_bytes`), and the run takes the sum from its plan.
+    `process` are the bytes that it has before the model is built.
 
     Gathered are the root group (with the output of its gather) and two more groups. Gradients are
     those of one group: unsharded, being added, and as input of the reduction. The root group's
-    appear one by one, and count as activations.
+    appear one by one, and count as activations. `safety` is a factor on all of these.
     """
     *blocks, root = groups
     gathered = 2 * root.parameters + sum(sorted(group.parameters for group in blocks)[-2:])
-    return ranks * (gathered + 3 * max((group.gradients for group in blocks), default=0))
+    gradients = 3 * max((group.gradients for group in blocks), default=0)
+    transient = int(safety * ranks * (gathered + gradients))
+    return NonModelBytes(compute=process + transient + activations, update=process)
 
 
 def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], tier: Tier) -> int:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError
@@ -196,6 +198,11 @@ class BatchPlan:
     reason: str = ""
     """Why the micro-batch and recomputation are these, where `auto` asked for them."""
 
+    @property
+    def share(self) -> int:
+        """Samples of a step that each of the `data_parallel` has."""
+        return self.global_batch // self.data_parallel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopEarly:
@@ -246,6 +253,11 @@ class OptimPlan(CommonOptim):
         return min(self.decay_steps or max(max_steps // 5, 1), max_steps)
 
 
+def matches(names: Iterable[str], globs: Iterable[str]) -> bool:
+    """Whether one of the globs names a parameter, known by these names."""
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze:
     """Which parameters do not train."""
@@ -269,6 +281,10 @@ class FreezePlan(Freeze):
     def scheduled(self) -> tuple[str, ...]:
         """The patterns that `unfreeze` names at any step."""
         return tuple(glob for globs in self.unfreeze.values() for glob in globs)
+
+    def unfreezes(self, names: Iterable[str]) -> bool:
+        """Whether `unfreeze` names a parameter, known by these names, at any step."""
+        return matches(names, self.scheduled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

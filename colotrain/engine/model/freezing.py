@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.spec.plan import FreezePlan
+from colotrain.spec.plan import FreezePlan, matches
 
 BY_MODEL = "requires_grad"
 """Reason for a parameter that the model's own code froze."""
@@ -57,7 +56,7 @@ def _reason(
 def unfrozen_later(model: nn.Module, plan: FreezePlan) -> set[str]:
     """Return the parameters that the schedule unfreezes at any step, past steps included."""
     known = names_of(model).values()
-    return {known_as[0] for known_as in known if matches(known_as, plan.scheduled)}
+    return {known_as[0] for known_as in known if plan.unfreezes(known_as)}
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -66,10 +65,6 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
-
-
-def matches(known_as: Iterable[str], globs: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in known_as for glob in globs)
 
 
 def _count_matches(known: Iterable[list[str]], plan: FreezePlan) -> dict[str, int]:

@@ -9,15 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.engine.model.freezing import matches, names_of
+from colotrain.engine.model.freezing import names_of
 from colotrain.engine.model.probes import memory_now
 from colotrain.spec.offload import (
-    SAFETY,
     Declared,
     GroupBytes,
     NonModelBytes,
+    estimate_non_model,
     group_bytes,
-    transient_bytes,
     with_margin,
 )
 from colotrain.spec.plan import RunPlan
@@ -42,7 +41,7 @@ def measure_bytes(
             known_as = names.pop(parameter, None)
             if known_as is None:  # counted with a group inside this one already
                 continue
-            trains = parameter.requires_grad or matches(known_as, plan.freeze.scheduled)
+            trains = parameter.requires_grad or plan.freeze.unfreezes(known_as)
             shape, itemsize = tuple(parameter.shape), parameter.itemsize
             declared.append(Declared(shape=shape, itemsize=itemsize, trains=trains))
         ranks = plan.plugin.dp_shard
@@ -63,6 +62,5 @@ def estimate_non_model_bytes(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonM
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0
     base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)
     dist.all_reduce(base, op=dist.ReduceOp.MAX)
-    transient = int(SAFETY * transient_bytes(sizes, ranks=plan.plugin.dp_shard))
-    compute = int(base) + transient + plan.memory.activations
-    return NonModelBytes(compute=compute, update=int(base))
+    ranks, activations = plan.plugin.dp_shard, planned.activations
+    return estimate_non_model(sizes, ranks=ranks, process=int(base), activations=activations)
