@@ -1,4 +1,4 @@
-"""gemini's budgets: bytes of each tier that a rank may use, and checks of the disk tier."""
+"""gemini's budgets: bytes of each tier that a rank may use, and checks of what they can hold."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem
+from colotrain.planner.context import PlanningContext
 from colotrain.planner.machine import Machine
+from colotrain.planner.offload import least_bytes, predict
 from colotrain.planner.scale import Scale
 from colotrain.rundir import OFFLOAD, RUNS
-from colotrain.spec.offload import Budget
+from colotrain.spec.offload import SAFETY, Budget
+from colotrain.spec.plan import PluginPlan
 from colotrain.spec.quantities import format_size
 
 AUTOMATIC_SHARE = 0.9
@@ -32,7 +36,7 @@ LEAST_SPACE_BYTES = 1 << 30
 """Free space that an automatic disk tier needs at least."""
 
 
-def names_folder(asked: Plugin) -> bool:
+def _names_folder(asked: Plugin) -> bool:
     """Whether the user has named a folder for the disk tier."""
     return asked.disk_path not in (None, "none", "auto")
 
@@ -46,7 +50,7 @@ def find_budget(
     `with_disk`: where no folder is named, the disk tier is in the run's own folder.
     """
     budget = asked.budget
-    is_named, is_limited = names_folder(asked), (budget.host, budget.disk) != ("auto", "auto")
+    is_named, is_limited = _names_folder(asked), (budget.host, budget.disk) != ("auto", "auto")
     if scale.device == "cpu" and not (is_named or is_limited or with_disk):
         return None
     if scale.device != "cpu" and not scale.memory_bytes and budget.device == "auto":
@@ -73,20 +77,31 @@ def find_budget(
     )
 
 
-def why_no_disk(asked: Plugin) -> str:
-    """The reason why there can be no automatic disk tier; empty where there can be one."""
-    if names_folder(asked):
-        return ""
-    if asked.disk_path != "auto":
-        return "plugin.disk_path=none"
+def with_own_folder(plan: PluginPlan, asked: Plugin, context: PlanningContext) -> PluginPlan:
+    """`plan` with a disk tier in the run's own folder, where memory might not suffice.
+
+    The disk must have room for everything that memory cannot hold.
+    """
+    if not _allows_own_folder(asked):
+        return plan
+    if asked.budget.host == "auto" and context.option(plan).verdict == "yes":
+        return plan
+    scale = context.scale
+    budget = find_budget(asked, scale, context.machine, with_disk=True)
+    lowered = replace(plan, budget=budget)
+    _, placement, _ = predict(lowered, context.stage.survey, context.optim, scale.device)
+    has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
+    return lowered if has_room else plan
+
+
+def _allows_own_folder(asked: Plugin) -> bool:
+    """Whether the run's own folder may be a disk tier: nothing else is asked for, and it can be."""
     where = existing(RUNS.absolute())
     kind = file_system(where)
-    if kind in IN_MEMORY or any(fnmatchcase(kind, remote) for remote in REMOTE):
-        return f"{where} is on {kind}, which is no local disk"
-    if not os.access(where, os.W_OK):
-        return f"{where} cannot be written"
-    free = _free_bytes(where)
-    return f"{where} has {format_size(free)} free" if free < LEAST_SPACE_BYTES else ""
+    is_remote = any(fnmatchcase(kind, remote) for remote in REMOTE)
+    if asked.disk_path != "auto" or kind in IN_MEMORY or is_remote:
+        return False
+    return os.access(where, os.W_OK) and _free_bytes(where) >= LEAST_SPACE_BYTES
 
 
 def _free_bytes(folder: Path) -> int:
@@ -122,7 +137,7 @@ def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Prob
             yield Problem(key="plugin.budget.disk", value=budget.disk, expected=expected, fix=fix)
         else:
             yield from check_size("plugin.budget.disk", budget.disk, 1 << 40)
-    if names_folder(asked):
+    if _names_folder(asked):
         yield from _check_folder(str(asked.disk_path))
 
 
@@ -165,7 +180,29 @@ def file_system(place: Path) -> str:
     return found[-1] if found else ""
 
 
-def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
+def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem]:
+    """Problems of budgets the user set that cannot hold one group, or of a disk that is too small.
+
+    Automatic budgets need no check: the plan's verdict covers them.
+    """
+    if plugin.budget is None:
+        return
+    asked, scale, survey = context.settings.plugin, context.scale, context.stage.survey
+    sizes, placement, _ = predict(plugin, survey, context.optim, scale.device, safety=SAFETY)
+    top = "host" if scale.device == "cpu" else "device"
+    room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
+    least = least_bytes(sizes, plugin)
+    if room < least and getattr(asked.budget, top) != "auto":
+        expected = f"at least {format_size(least)} for the largest group at work"
+        fix = f"raise plugin.budget.{top}, or lower plugin.chunk_size"
+        yield Problem(
+            key=f"plugin.budget.{top}", value=format_size(room), expected=expected, fix=fix
+        )
+    if _names_folder(asked) or asked.budget.disk != "auto":
+        yield from _check_space(plugin.budget, placement.need["disk"], scale)
+
+
+def _check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
     """Problems if `need`, the plan's bytes on disk per rank, exceeds the budget or the space."""
     if budget.disk_path is None or need == 0:
         return

@@ -11,19 +11,11 @@ from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.planner.advise import TIE, best
-from colotrain.planner.budget import (
-    check_budget,
-    check_space,
-    find_budget,
-    names_folder,
-    why_no_disk,
-)
+from colotrain.planner.budget import check_budget, find_budget, with_own_folder
 from colotrain.planner.context import Option, PlanningContext
 from colotrain.planner.machine import Machine
-from colotrain.planner.offload import least_bytes, predict
 from colotrain.planner.scale import Scale
 from colotrain.spec.axes import Ranks
-from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
 from colotrain.spec.plan import PluginPlan, TrainPlan
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, overrides
@@ -90,28 +82,7 @@ def _beside(option: Option, chosen: Option) -> str:
 def plan_plugin(
     name: str, asked: Plugin, context: PlanningContext, *, reason: str = ""
 ) -> PluginPlan:
-    """Plan of the plugin `name`, with the settings `asked` for.
-
-    gemini gets a disk tier in the run's own folder where memory might not suffice, if the disk has
-    room for everything that memory cannot hold.
-    """
-    scale, machine = context.scale, context.machine
-    plan = _without_own_folder(name, asked, context, reason=reason)
-    staged = scale.mesh.pp > 1
-    if not ROWS[name].packed or staged or why_no_disk(asked) or names_folder(asked):
-        return plan
-    if asked.budget.host == "auto" and context.option(plan).verdict == "yes":
-        return plan
-    budget = find_budget(asked, scale, machine, with_disk=True)
-    lowered = dataclasses.replace(plan, budget=budget)
-    _, placement, _ = predict(lowered, context.stage.survey, context.optim, scale.device)
-    has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
-    return lowered if has_room else plan
-
-
-def _without_own_folder(
-    name: str, asked: Plugin, context: PlanningContext, *, reason: str
-) -> PluginPlan:
+    """Plan of the plugin `name`, with the settings `asked` for."""
     scale, row, split = context.scale, _row(name, asked.reshard), can_split(context.train)
     chunk_bytes = None
     if row.packed and asked.chunk_size != "auto":
@@ -123,7 +94,7 @@ def _without_own_folder(
         chunk_bytes = choose_chunk_bytes(units, state_bytes=_state_bytes(survey, scale))
     # no tiers under pipeline stages, whose placements would differ
     has_tiers = row.packed and scale.mesh.pp == 1
-    return PluginPlan(
+    plan = PluginPlan(
         name=name,
         reason=reason,
         parameters_live=row.parameters_live,
@@ -134,6 +105,7 @@ def _without_own_folder(
         reshard_overrides={module: bool(o["reshard"]) for module, o in asked.overrides.items()},
         budget=find_budget(asked, scale, context.machine) if has_tiers else None,
     )
+    return with_own_folder(plan, asked, context) if has_tiers else plan
 
 
 def can_split(train: TrainPlan) -> bool:
@@ -200,28 +172,6 @@ def _check_tiers(
         yield from check_budget(asked, scale, machine)
     else:
         yield from (_only_for(key, value, "gemini") for key, value in given.items())
-
-
-def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem]:
-    """Problems of budgets the user set that cannot hold one group, or of a disk that is too small.
-
-    Automatic budgets need no check: the plan's verdict covers them.
-    """
-    if plugin.budget is None:
-        return
-    asked, scale, survey = context.settings.plugin, context.scale, context.stage.survey
-    sizes, placement, _ = predict(plugin, survey, context.optim, scale.device, safety=SAFETY)
-    top = "host" if scale.device == "cpu" else "device"
-    room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
-    least = least_bytes(sizes, plugin)
-    if room < least and getattr(asked.budget, top) != "auto":
-        expected = f"at least {format_size(least)} for the largest group at work"
-        fix = f"raise plugin.budget.{top}, or lower plugin.chunk_size"
-        yield Problem(
-            key=f"plugin.budget.{top}", value=format_size(room), expected=expected, fix=fix
-        )
-    if names_folder(asked) or asked.budget.disk != "auto":
-        yield from check_space(plugin.budget, placement.need["disk"], scale)
 
 
 def _only_for(key: str, value: Any, plugin: str) -> Problem:

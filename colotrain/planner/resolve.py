@@ -18,6 +18,7 @@ from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
 from colotrain.config.schema import Config, Elastic, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
+from colotrain.planner.budget import check_room
 from colotrain.planner.context import Examined, Option, PlanningContext
 from colotrain.planner.distillation import pass_before
 from colotrain.planner.durations import evaluates_first, warn_of_durations
@@ -32,7 +33,6 @@ from colotrain.planner.objectives import objective_plan, plan_data
 from colotrain.planner.plugin import (
     check_override_names,
     check_plugin,
-    check_room,
     decide,
 )
 from colotrain.planner.resizing import (
