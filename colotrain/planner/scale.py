@@ -195,7 +195,7 @@ def _solve(
         Sizes(
             global_batch=train.global_batch,
             micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
-            accumulation=None if steps == "auto" else steps,
+            accumulation_steps=None if steps == "auto" else steps,
             procs_per_node=None if procs == "auto" else procs,
             nodes=cluster.nodes,
             together=mesh.together,

@@ -27,7 +27,7 @@ class Sizes:
 
     global_batch: int | None
     micro_batch: int | None
-    accumulation: int | None
+    accumulation_steps: int | None
     procs_per_node: int | None
     nodes: int = 1
     together: int = 1
@@ -48,7 +48,7 @@ def solve(sizes: Sizes) -> BatchPlan | Problem:
     Accumulation is 1 where it was left out with another size. Where the number of ranks was left
     out with another size, it is the largest, up to the default, that divides the global batch.
     """
-    g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
+    g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation_steps
     if sizes.procs_per_node is not None:
         return _solve_at(sizes, sizes.nodes * sizes.procs_per_node // sizes.together)
     if g is not None and m is not None and a is not None:
@@ -62,7 +62,7 @@ def solve(sizes: Sizes) -> BatchPlan | Problem:
 
 
 def _solve_at(sizes: Sizes, w: int) -> BatchPlan | Problem:
-    g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
+    g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation_steps
     if g is not None and m is not None and a is not None:
         return _compare(g, m, a, w, sizes.ranks)
     if g is not None and m is not None:

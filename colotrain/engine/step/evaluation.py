@@ -54,7 +54,7 @@ class Evaluator(Participant):
 
     def after_step(self, result: StepResult | None) -> None:
         run = self.run
-        if not self._is_due(result):
+        if not self._evaluates_after(result):
             return
         finish_copy(run)
         self.evaluate()
@@ -62,7 +62,7 @@ class Evaluator(Participant):
         if result is not None:
             copy_to_memory(run, again=True)
 
-    def _is_due(self, result: StepResult | None) -> bool:
+    def _evaluates_after(self, result: StepResult | None) -> bool:
         run, every = self.run, self.run.plan.train.eval_every
         first, self.has_begun = not self.has_begun, True
         if result is not None:

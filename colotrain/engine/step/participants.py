@@ -193,10 +193,10 @@ class Saving(Participant):
             self.run.saver.before_update()
 
     def after_step(self, result: StepResult | None) -> None:
-        if self._is_due(result):
+        if self._saves_after(result):
             checkpoint.save(self.run)
 
-    def _is_due(self, result: StepResult | None) -> bool:
+    def _saves_after(self, result: StepResult | None) -> bool:
         run = self.run
         is_best = run.history.best is not None and run.history.best[0] == run.step
         due = is_best or is_due(run.step, run.plan.checkpoint.every)

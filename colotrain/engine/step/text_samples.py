@@ -30,7 +30,7 @@ def write_samples(run: Run) -> None:
     back. Rank 0 appends one line per prompt to `samples.jsonl`.
     """
     plan = run.plan.observe.samples
-    if plan is None or not _is_due(run, plan.every):
+    if plan is None or not _writes_after(run, plan.every):
         return
     source = prepare_all(run.plan.data)[0]
     encoder = _encoder(run, source)
@@ -50,7 +50,7 @@ def write_samples(run: Run) -> None:
             run.events.write(Note(step=run.step, text=text))
 
 
-def _is_due(run: Run, every: int) -> bool:
+def _writes_after(run: Run, every: int) -> bool:
     """Whether this evaluation, counted by its step, is one after which samples are written."""
     between, last = run.plan.train.eval_every, run.plan.train.max_steps
     return not between or run.step == last or round(run.step / between) % every == 0

@@ -138,7 +138,7 @@ def sizes(g: int | None, m: int | None, a: int | None, procs: int | None, **more
     return Sizes(
         global_batch=g,
         micro_batch=m,
-        accumulation=a,
+        accumulation_steps=a,
         procs_per_node=procs,
         **{"nodes": 1, "default_procs": 2, "most_procs": 4, **more},
     )
