@@ -189,9 +189,8 @@ def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem
         return
     asked, scale, survey = context.settings.plugin, context.scale, context.stage.survey
     sizes, placement, _ = predict(plugin, survey, context.optim, scale.device, safety=SAFETY)
-    top = "host" if scale.device == "cpu" else "device"
-    room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
-    least = least_bytes(sizes, plugin)
+    top, least = placement.top, least_bytes(sizes, plugin)
+    room = plugin.budget.room(top)
     if room < least and getattr(asked.budget, top) != "auto":
         expected = f"at least {format_size(least)} for the largest group at work"
         fix = f"raise plugin.budget.{top}, or lower plugin.chunk_size"

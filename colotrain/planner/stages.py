@@ -142,18 +142,18 @@ def divide(whole: Stage, scale: Scale) -> tuple[Stage, ...]:
 def _stage(whole: Stage, scale: Scale, number: int) -> Stage:
     def traces(recompute: Recompute, samples: int) -> Trace | None:
         trace = whole.traces(recompute, samples)
-        return None if trace is None else trace_of(trace, scale, number)
+        return None if trace is None else _trace_of(trace, scale, number)
 
     return Stage(
         number=number,
-        survey=survey_of(whole.survey, scale, number),
+        survey=_survey_of(whole.survey, scale, number),
         traces=traces,
-        gradients_sent=gradients_sent(whole.survey, scale, number),
-        chunk_of=chunk_of(scale, number),
+        gradients_sent=_gradients_sent(whole.survey, scale, number),
+        chunk_of=_chunk_of(scale, number),
     )
 
 
-def gradients_sent(survey: Survey, scale: Scale, stage: int) -> int:
+def _gradients_sent(survey: Survey, scale: Scale, stage: int) -> int:
     """Return how many chunks of a stage send gradients back: those after a trained parameter."""
     split, sequence = scale.mesh.pp_split, scale.sequence
     trained = [p.name for p in survey.parameters if p.frozen_by is None]
@@ -161,7 +161,7 @@ def gradients_sent(survey: Survey, scale: Scale, stage: int) -> int:
     return sum(first < chunk for chunk in scale.mesh.chunks_of(stage))
 
 
-def chunk_of(scale: Scale, stage: int) -> dict[str, int]:
+def _chunk_of(scale: Scale, stage: int) -> dict[str, int]:
     """Return block → position of its chunk among those of a stage; "" → that beside the blocks."""
     mesh, sequence = scale.mesh, scale.sequence
     found = {
@@ -172,7 +172,7 @@ def chunk_of(scale: Scale, stage: int) -> dict[str, int]:
     return {**found, "": 0 if stage == 0 else mesh.pp_chunks - 1}
 
 
-def survey_of(survey: Survey, scale: Scale, stage: int) -> Survey:
+def _survey_of(survey: Survey, scale: Scale, stage: int) -> Survey:
     """Return the model with the parameters that one stage holds."""
     mesh, sequence = scale.mesh, scale.sequence
     held = tuple(
@@ -183,12 +183,12 @@ def survey_of(survey: Survey, scale: Scale, stage: int) -> Survey:
     return dataclasses.replace(survey, parameters=held)
 
 
-def trace_of(trace: Trace, scale: Scale, stage: int) -> Trace:
+def _trace_of(trace: Trace, scale: Scale, stage: int) -> Trace:
     """Return what one stage computes of a micro-batch: its blocks, and what is beside them.
 
     What another stage would free of this stage's is freed with the last segment.
     """
-    blocks, own = scale.sequence.blocks, chunk_of(scale, stage)
+    blocks, own = scale.sequence.blocks, _chunk_of(scale, stage)
     at_blocks = [i for i, s in enumerate(trace.segments) if s.block == blocks[0]]
     first, last = at_blocks[0], at_blocks[-1]  # its first forward, and its last backward
     kept = []

@@ -39,6 +39,11 @@ class Budget:
     disk_path: str | None
     """Folder of the disk tier: absolute, or relative to the run directory."""
 
+    def room(self, tier: Tier) -> int:
+        """Return the bytes that a rank may use of a tier."""
+        rooms = {"device": self.device_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
+        return rooms[tier]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBytes:
@@ -142,23 +147,19 @@ def place(
     On CPU the tiers are host and disk. On CUDA bytes leave the device for the host first;
     gradients are in the tier of their parameters, because `fully_shard` puts them there.
     """
-    top: Tier = "host" if device == "cpu" else "device"
+    used = TIERS[1:] if device == "cpu" else TIERS
+    top = used[0]
     placed = [GroupTiers(parameters=top, gradients=top, optimizer=top) for _ in groups]
-    for upper, lower in itertools.pairwise(TIERS):
-        if (upper == "device" and device == "cpu") or (lower == "disk" and not budget.disk_bytes):
+    for upper, lower in itertools.pairwise(used):
+        if lower == "disk" and not budget.disk_bytes:
             continue
-        room = budget.device_bytes if upper == "device" else budget.host_bytes
         for index, kinds in _moves(groups, placed, upper, device):
-            if _need(groups, placed, non_model, upper, device) <= room:
+            if _need(groups, placed, non_model, upper, device) <= budget.room(upper):
                 break
             changes = dict.fromkeys(kinds, lower)
             placed[index] = dataclasses.replace(placed[index], **changes)
-    used = TIERS[1:] if device == "cpu" else TIERS
     need = {tier: _need(groups, placed, non_model, tier, device) for tier in used}
-    limits = dict(
-        zip(TIERS, (budget.device_bytes, budget.host_bytes, budget.disk_bytes), strict=True)
-    )
-    fits = all(need[tier] <= limits[tier] for tier in used)
+    fits = all(need[tier] <= budget.room(tier) for tier in used)
     return Placement(groups=tuple(placed), top=top, fits=fits, need=need)
 
 

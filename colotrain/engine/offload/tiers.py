@@ -42,7 +42,6 @@ from colotrain.spec.offload import (
     Kind,
     NonModelBytes,
     Placement,
-    Tier,
     bytes_by_tier,
     lower_of,
     moved_bytes,
@@ -289,9 +288,9 @@ class PlacementPolicy:
         assert plan.plugin.budget is not None
         self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
         self.device = plan.cluster.device
-        self.top: Tier = "host" if self.device == "cpu" else "device"
         self.non_model = estimate
         self.placement = self._place()
+        self.top = self.placement.top
         self.measured, self.cannot_offload_more = False, False
         self.over_limit = self.freed_at_begin = True
 
@@ -304,7 +303,7 @@ class PlacementPolicy:
 
     @property
     def _limit(self) -> int:
-        return self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
+        return self.budget.room(self.top)
 
     def begin_step(self) -> None:
         """Start measuring memory. Freed memory is kept while all fits: new pages cost time."""

@@ -738,7 +738,7 @@ def test_slower_links_and_longer_rings_take_longer() -> None:
 # Advice
 
 
-def search_space(capacity: int) -> PlanningContext:
+def context(capacity: int) -> PlanningContext:
     stage = Stage(
         survey=looked_at(),
         traces=lambda checkpointing, size: traced(size=size, checkpointing=checkpointing),
@@ -761,21 +761,21 @@ def search_space(capacity: int) -> PlanningContext:
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     capacity = predict(layout("zero2", 4), looked_at(), traced(size=8)).peak.high
-    asked = search_space(capacity)
+    asked = context(capacity)
     assert largest_micro_batch(asked, layout("zero2", 4), checkpointing="none") == 8
 
 
 def test_advice_never_names_what_does_not_fit() -> None:
     layouts = [(name, layout(name, 4)) for name in ("zero1", "zero2", "zero3")]
-    options = list(every(search_space(1 << 40), layouts, checkpointing=RECOMPUTE))
+    options = list(every(context(1 << 40), layouts, checkpointing=RECOMPUTE))
     assert len(options) == 3 * 3 * 3
     median = sorted(option.memory.total for option in options)[len(options) // 2]
-    tight = list(every(search_space(median), layouts, checkpointing=RECOMPUTE))
+    tight = list(every(context(median), layouts, checkpointing=RECOMPUTE))
     chosen = best(tight)
     assert chosen is not None
     assert chosen.fits
     assert chosen.memory.total <= median
-    assert best(list(every(search_space(1), layouts, checkpointing=("full",)))) is None
+    assert best(list(every(context(1), layouts, checkpointing=("full",)))) is None
 
 
 def test_a_ledger_adds_up() -> None:
