@@ -198,23 +198,15 @@ def _solve(
             accumulation_steps=None if steps == "auto" else steps,
             procs_per_node=None if procs == "auto" else procs,
             nodes=cluster.nodes,
-            together=mesh.together,
-            unit=mesh.unit(cluster.nodes),
+            mesh=mesh,
             default_procs=ranks[0],
             most_procs=ranks[1],
-            ranks="world size"
-            if mesh.together == 1
-            else f"number of groups of {_unit(mesh)} ranks",
         )
     )
     if isinstance(found, Problem):
         problems.append(found)
         return None
     return found
-
-
-def _unit(mesh: MeshPlan) -> str:
-    return mesh.named if len(mesh.above_one) == 1 else str(mesh.together)
 
 
 def touches(problems: Sequence[Problem], keys: Sequence[str]) -> bool:

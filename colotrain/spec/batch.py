@@ -5,9 +5,10 @@ Where several ranks work on the same samples, each such group counts as one rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colotrain.errors import ConfigError, Problem
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 
@@ -30,16 +31,28 @@ class Sizes:
     accumulation_steps: int | None
     procs_per_node: int | None
     nodes: int = 1
-    together: int = 1
+    mesh: MeshPlan = field(default_factory=MeshPlan)
     """Ranks that work on the same samples. A node need not hold all stages of such a group."""
-    unit: int = 1
-    """What the number of ranks of a node must be a multiple of."""
     default_procs: int
     """Ranks per node, as far as the other sizes allow it."""
     most_procs: int
     """Upper limit on ranks per node, unless `procs_per_node` asks for more."""
-    ranks: str = "world size"
-    """What messages call the number of ranks."""
+
+    def readers(self, procs_per_node: int) -> int:
+        """Return the number of groups that work on the same samples."""
+        return self.nodes * procs_per_node // self.mesh.together
+
+    @property
+    def unit(self) -> int:
+        """What the number of ranks of a node must be a multiple of."""
+        return self.mesh.unit(self.nodes)
+
+    @property
+    def ranks(self) -> str:
+        """What messages call the number of readers."""
+        together, axes = self.mesh.together, self.mesh.above_one
+        which = self.mesh.named if len(axes) == 1 else together
+        return "world size" if together == 1 else f"number of groups of {which} ranks"
 
 
 def solve(sizes: Sizes) -> BatchPlan | Problem:
@@ -50,14 +63,11 @@ def solve(sizes: Sizes) -> BatchPlan | Problem:
     """
     g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation_steps
     if sizes.procs_per_node is not None:
-        return _solve_at(sizes, sizes.nodes * sizes.procs_per_node // sizes.together)
+        return _solve_at(sizes, sizes.readers(sizes.procs_per_node))
     if g is not None and m is not None and a is not None:
         return _solve_world(sizes, g, m, a)
     largest = max(1, sizes.default_procs // sizes.unit) * sizes.unit
-    tried = [
-        _solve_at(sizes, sizes.nodes * procs // sizes.together)
-        for procs in range(largest, 0, -sizes.unit)
-    ]
+    tried = [_solve_at(sizes, sizes.readers(n)) for n in range(largest, 0, -sizes.unit)]
     return next((found for found in tried if isinstance(found, BatchPlan)), tried[0])
 
 
@@ -85,13 +95,13 @@ def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> BatchPlan | Problem:
         return _indivisible(g, {"micro_batch": m, "accumulation": a})
     world = g // (m * a)
     factors = f"global_batch {g} / (micro_batch {m} × accumulation {a})"
-    procs, rest = divmod(world * sizes.together, sizes.nodes)
+    procs, rest = divmod(world * sizes.mesh.together, sizes.nodes)
     if rest or procs % sizes.unit:
         expected = f"a {sizes.ranks} that {sizes.nodes} nodes share evenly, not {world} = {factors}"
         fix = "change one of these, or cluster.nodes"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
     if procs > sizes.most_procs:
-        most = sizes.nodes * sizes.most_procs // sizes.together
+        most = sizes.readers(sizes.most_procs)
         expected = f"a {sizes.ranks} of at most {most} here, not {world} = {factors}"
         fix = "leave accumulate.steps out, or set cluster.procs_per_node"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
