@@ -12,10 +12,10 @@ from rich.console import Console
 from colotrain.cli.arguments import refuse
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.events.event import Event
-from colotrain.events.fold import Fold
+from colotrain.events.fold import Fold, fold, follow
 from colotrain.events.liveness import find, state
 from colotrain.events.log import EventReader
-from colotrain.events.view import RunView
+from colotrain.events.view import LIVE, RunView
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.fetching import followed
@@ -64,7 +64,7 @@ def _show(
 ) -> None:
     plan, console = rundir.plan(), stdout_console()
     if as_json:
-        view = opened(rundir, plan).view()
+        view = follow(rundir, outline=True)
         now = state(rundir, view)
         print_json({"run": rundir.name, "state": now, **to_plain(view)})
     elif svg or html:
@@ -72,20 +72,11 @@ def _show(
     elif again:
         play(console, plan, rundir, focus)
     elif once:
-        print_frame(console, rundir, plan, opened(rundir, plan).view(), focus)
+        print_frame(console, rundir, plan, follow(rundir, outline=True), focus)
     elif is_live(console) and in_foreground(console):
         watch(console, plan, rundir, focus=focus)
     else:
         follow_as_lines(console, rundir, plan, focus)
-
-
-def opened(rundir: RunDir, plan: RunPlan) -> Fold:
-    """Return a fold of the run's events, which are read in outline."""
-    reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
-    fold.add(reader.poll())
-    while reader.behind:
-        fold.add(reader.poll())
-    return fold
 
 
 def print_frame(
@@ -120,8 +111,7 @@ def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) 
         no_color=False,
         legacy_windows=False,
     )
-    view = opened(rundir, plan).view()
-    frame = frame_of(rundir, plan, view)
+    frame = frame_of(rundir, plan, follow(rundir, outline=True))
     console.print(render(frame, width=width, height=height, focus=focus))
     for path, text in (
         (svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False) if svg else ""),
@@ -140,16 +130,16 @@ def _write(path: str, text: str) -> None:
 
 def follow_as_lines(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus) -> None:
     """Print lines per interval and event until the run ends; of an ended run, one frame."""
-    reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
-    view = fold.add(reader.drain()).view()
-    if state(rundir, view) not in ("starting", "running"):
+    reader, seen = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
+    view = seen.add(reader.drain()).view()
+    if state(rundir, view) not in LIVE:
         print_frame(console, rundir, plan, view, focus)
         return
     shown = PlainProgress(console, plan, past=True)
-    while state(rundir, view) in ("starting", "running"):
+    while state(rundir, view) in LIVE:
         time.sleep(FRAME_S)
         fresh = reader.drain()
-        view = fold.add(fresh).view()
+        view = seen.add(fresh).view()
         shown.update(view, fresh)
 
 
@@ -159,7 +149,7 @@ def play(console: Console, plan: RunPlan, rundir: RunDir, focus: Focus) -> None:
     if not events:
         raise ColotrainError(f"{rundir.name}: nothing has happened yet", "start it first")
     if not is_live(console) or not in_foreground(console):
-        PlainProgress(console, plan, past=True).update(Fold().add(events).view(), events)
+        PlainProgress(console, plan, past=True).update(fold(events), events)
         return
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit  (replay)")
     screen.focus = focus
@@ -170,6 +160,6 @@ def play(console: Console, plan: RunPlan, rundir: RunDir, focus: Focus) -> None:
             return screen.press(screen.terminal.keys(FRAME_S))
 
         replay(plan, events, show, num_frames=int(REPLAY_S / FRAME_S))
-        view = Fold(max_steps=plan.train.max_steps).add(events).view()
+        view = fold(events, max_steps=plan.train.max_steps)
         while not screen.press(screen.terminal.keys(FRAME_S)):
             screen.draw(view, now=events[-1].t, state=view.status)

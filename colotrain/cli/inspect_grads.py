@@ -25,6 +25,7 @@ from colotrain.events.gradients import GradientRecord, NoiseRecord, ParameterGra
 from colotrain.events.kinds import Nonfinite
 from colotrain.events.liveness import find, is_waiting, state
 from colotrain.events.log import EventReader
+from colotrain.events.view import LIVE
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.fetching import GRADIENTS, fetch_if_address
@@ -131,7 +132,7 @@ def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
     if not steps:
         now = state(rundir, follow(rundir, ranks={0}))
         fix = "set observe.grads_every, or look at one step of its plan: `inspect-grads KEY=VALUE`"
-        if now in ("starting", "running"):
+        if now in LIVE:
             fix = f"ask for one with `colotrain inspect-grads --live {rundir.argument}`, or wait"
         raise UsageError(f"{rundir.name} ({now}): has no gradient records", fix)
     near = ", ".join(map(str, sorted(sorted(steps, key=lambda at: abs(at - (step or 0)))[:6])))
@@ -143,7 +144,7 @@ def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> Gra
     reader, fold = EventReader(rundir, ranks={0}), Fold()
     view = fold.add(reader.drain()).view()
     before, now = view.gradients, state(rundir, view)
-    if now not in ("starting", "running") or is_waiting(rundir, view):
+    if now not in LIVE or is_waiting(rundir, view):
         raise UsageError(f"{rundir.name}: not running ({now})", "leave --live out for its last")
     rundir.request_grads(noise=noise)
     deadline = time.monotonic() + timeout_s
@@ -151,7 +152,7 @@ def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> Gra
         found = (view := fold.add(reader.drain()).view()).gradients
         if found is not None and found != before and not (noise and found.noise is None):
             return found
-        if (now := state(rundir, view)) not in ("starting", "running"):
+        if (now := state(rundir, view)) not in LIVE:
             raise ColotrainError(f"{rundir.name}: {now} before it made another step", "resume it")
         time.sleep(POLL_S)
     raise ColotrainError(
@@ -203,13 +204,13 @@ def for_one_step(plan: RunPlan) -> RunPlan:
 
 
 def show(rundir: RunDir, record: GradientRecord, choice: Choice) -> int:
-    rows = chosen(record.parameters, choice)
+    rows, nonfinite = chosen(record.parameters, choice), follow(rundir, outline=True).nonfinite
     if choice.csv:
         write_csv(choice.csv, rows)
     if choice.as_json:
-        print_json(document(rundir, record, rows, first_nonfinite(rundir)))
+        print_json(document(rundir, record, rows, nonfinite))
     elif not choice.csv:
-        print_table(record, rows, first_nonfinite(rundir))
+        print_table(record, rows, nonfinite)
     return 0
 
 
@@ -236,11 +237,6 @@ def _order(value: float | None) -> float:
     if value is None:
         return float("inf")
     return float("-inf") if value != value else -value
-
-
-def first_nonfinite(rundir: RunDir) -> Nonfinite | None:
-    reader, fold = EventReader(rundir, outline=True), Fold()
-    return fold.add(reader.drain()).view().nonfinite
 
 
 def document(

@@ -10,7 +10,7 @@ import time
 from colotrain.errors import UsageError, printable
 from colotrain.events.fold import follow
 from colotrain.events.liveness import Launcher, find, is_running, launcher_of, state
-from colotrain.events.view import ENDED
+from colotrain.events.view import ENDED, LIVE
 from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers import commands
 from colotrain.schedulers.registry import job_logs, recall, scheduler_of_job
@@ -62,7 +62,7 @@ def logs(
             deadline = min(deadline, time.monotonic() + LAST_LINES_S)
             is_over = time.monotonic() > deadline
         else:
-            deadline, is_over = math.inf, now not in ("starting", "running")
+            deadline, is_over = math.inf, now not in LIVE
         if is_over:
             time.sleep(POLL_S)  # what the launcher printed last may not be in the file yet
         for source in sources(rundir, job_logs=job_logs(rundir), rank=rank):

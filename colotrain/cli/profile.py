@@ -9,18 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.errors import ColotrainError, UsageError, fix_of
-from colotrain.events.fold import Fold
+from colotrain.events.fold import Fold, follow
 from colotrain.events.kinds import Note, Traced
 from colotrain.events.liveness import find, is_waiting, state
 from colotrain.events.log import EventReader
 from colotrain.events.traces import INVALID, NAME, OF_BLOCKS, Breakdown, break_down, read_trace
+from colotrain.events.view import LIVE
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.formatting import clean
 
 POLL_S = 0.1
-LIVE = ("starting", "running")
 TIMEOUT_S = 120.0
 """Seconds without any event of the traced ranks after which the request is given up."""
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 120.0
 def profile(name: str | None, *, num_steps: int, ranks: str, last: bool, as_json: bool) -> int:
     """Show traces: new ones of a running job, or else the newest there are."""
     rundir = find(name)
-    view = Fold().add(EventReader(rundir, ranks={0}).drain()).view()
+    view = follow(rundir, ranks={0})
     now = state(rundir, view)
     if now in LIVE and not is_waiting(rundir, view) and not last:
         chosen = _ranks(ranks, rundir.plan().world_size)

@@ -185,13 +185,15 @@ def fold(events: Iterable[Event], *, max_steps: int = 0) -> RunView:
     return Fold(max_steps=max_steps).add(events).view()
 
 
-def follow(rundir: RunDir, *, ranks: Collection[int] | None = None) -> RunView:
-    """Read all events of a run so far; `ranks` limits which ranks' files are read."""
+def follow(
+    rundir: RunDir, *, ranks: Collection[int] | None = None, outline: bool = False
+) -> RunView:
+    """Read all events of a run so far; `ranks` and `outline` are those of `EventReader`."""
     try:
         max_steps = rundir.plan().train.max_steps
     except ColotrainError:
         max_steps = 0
-    reader = EventReader(rundir, ranks=ranks)
+    reader = EventReader(rundir, ranks=ranks, outline=outline)
     found = Fold(max_steps=max_steps).add(reader.poll())
     while reader.behind:
         found.add(reader.poll())

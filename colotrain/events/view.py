@@ -19,6 +19,8 @@ from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.plan import RunPlan
 
+LIVE = ("starting", "running")
+"""Statuses of a run that has not ended, and states of one whose processes are alive."""
 ENDED = ("finished", "failed", "preempted", "interrupted")
 SMOOTHING_STEPS = 20
 Series = tuple[tuple[int, float], ...]

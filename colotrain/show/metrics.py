@@ -17,7 +17,7 @@ from typing import Any
 from colotrain.addresses import LOOPBACK
 from colotrain.events.event import Event
 from colotrain.events.kinds import Note, Step
-from colotrain.events.view import ENDED, RunView, unit
+from colotrain.events.view import ENDED, LIVE, RunView, unit
 from colotrain.spec.plan import RunPlan
 
 PATH = "/metrics"
@@ -86,7 +86,7 @@ def _about(state: State) -> Iterator[Sample]:
 
 
 def _status(state: State) -> Iterator[Sample]:
-    for status in ("starting", "running", *ENDED):
+    for status in (*LIVE, *ENDED):
         yield "", (("status", status),), float(status == state.view.status)
 
 
