@@ -103,10 +103,11 @@ def read_environment(overrides: list[str]) -> Environment:
 def _on_each_node(overrides: list[str], *, as_json: bool, only: str) -> int:
     """Run one doctor per node of the job's allocation; node 0 prints."""
     from colotrain.schedulers import registry
+    from colotrain.schedulers.job import PORTS
 
     nodes = registry.SCHEDULERS[job_here() or DEFAULT].nodes
     assert nodes is not None
-    port = 20000 + int(job_id()) % 10000
+    port = PORTS[0] + int(job_id()) % PORTS[1]
     words = [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", *overrides]
     words += ["--json"] if as_json else []
     words += ["--only", only] if only else []

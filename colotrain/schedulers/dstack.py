@@ -92,9 +92,12 @@ def _at_least(amount: str | None) -> str | None:
 
 def _script(job: Job) -> str:
     """Return the shell line that each node runs; dstack numbers the nodes."""
-    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=elsewhere.PLAN_FOLDER)
-    known = {"HEAD": f'"$DSTACK_MASTER_NODE_IP:{elsewhere.PORT}"', "RANK": '"$DSTACK_NODE_RANK"'}
-    return " ".join(known.get(word) or _literal(shlex.quote(word)) for word in words)
+    head, rank = f'"$DSTACK_MASTER_NODE_IP:{elsewhere.PORT}"', '"$DSTACK_NODE_RANK"'
+
+    def literal(word: str) -> str:
+        return _literal(shlex.quote(word))
+
+    return " ".join(elsewhere.node_command(job, head=head, rank=rank, literal=literal))
 
 
 def _literal(text: str) -> str:

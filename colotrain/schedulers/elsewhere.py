@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -121,10 +121,15 @@ def legal_name(job: Job) -> str:
     return f"{stem[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
 
-def node_command(job: Job, *, head: str, rank: str, carried: str) -> list[str]:
-    """Return the words that take a node's part in the run; `carried` is the folder of its plan."""
+def node_command(
+    job: Job, *, head: str, rank: str, literal: Callable[[str], str], carried: str = PLAN_FOLDER
+) -> list[str]:
+    """Return the words that take a node's part in the run; `carried` is the folder of its plan.
+
+    The node expands `head` and `rank`; `literal` writes the job's words so that it does not.
+    """
     (run,) = job.runs
-    words = [job.python, "-m", "colotrain", "node", "--trust-code", run]
+    words = map(literal, (job.python, "-m", "colotrain", "node", "--trust-code", run))
     return [*words, "--head", head, "--node-rank", rank, "--plan", carried]
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.rundir import RunDir, read_text
 from colotrain.schedulers import commands
-from colotrain.schedulers.job import OVER, Answers, Job, JobState, Submitted
+from colotrain.schedulers.job import OVER, PORTS, Answers, Job, JobState, Submitted
 from colotrain.spec import exit_codes
 
 LABEL = "the hosts"
@@ -29,8 +29,6 @@ KEY = "cluster.hosts.names"
 JOB_ID = r"\d{8}-\d{6}-[0-9a-f]{4}"
 CONNECT_S = 10
 """Seconds in which a host must accept a connection."""
-PORTS = (20000, 10000)
-"""First port and number of ports of node 0; all are below those of outgoing connections."""
 UNSEEN = 66
 """Exit code of a host that does not see the script."""
 END_S = 20

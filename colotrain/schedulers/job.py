@@ -11,6 +11,8 @@ from colotrain.spec.schedulers import DEFAULT
 
 T = TypeVar("T")
 
+PORTS = (20000, 10000)
+"""First port and number of ports of node 0; all are below 32768, where ephemeral ports begin."""
 OVER = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"),
     *("PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),

@@ -156,7 +156,7 @@ def _service(name: str, settings: Kubernetes) -> dict[str, Any]:
 def _job(job: Job, name: str, settings: Kubernetes) -> dict[str, Any]:
     """Return an Indexed Job: a pod for each node, whose index is its node rank."""
     head = f"{name}-0.{name}:{elsewhere.PORT}"
-    container = _container(settings, name, _command(job, head, "$(JOB_COMPLETION_INDEX)"))
+    container = _container(job, settings, name, head=head, rank="$(JOB_COMPLETION_INDEX)")
     pod = {
         "subdomain": name,
         "restartPolicy": "Never",
@@ -184,8 +184,8 @@ def _job(job: Job, name: str, settings: Kubernetes) -> dict[str, Any]:
 
 def _train_job(job: Job, name: str, settings: Kubernetes) -> dict[str, Any]:
     """Return a TrainJob; its runtime says which node is which, in torchrun's variables."""
-    command = _command(job, "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NODE_RANK)")
-    container = _container(settings, name, command)
+    head, rank = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NODE_RANK)"
+    container = _container(job, settings, name, head=head, rank=rank)
     mounts = {"name": "node", "volumeMounts": container["volumeMounts"]}
     trainer = {
         "image": container["image"],
@@ -205,19 +205,15 @@ def _train_job(job: Job, name: str, settings: Kubernetes) -> dict[str, Any]:
     return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", name, settings, {"spec": spec})
 
 
-def _command(job: Job, head: str, rank: str) -> list[str]:
-    """Return the container's words; `$(…)` is expanded in `head` and `rank` alone."""
-    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=PLAN_FOLDER)
-    known = {"HEAD": head, "RANK": rank}
-    return [known.get(word, _literal(word)) for word in words]
-
-
 def _literal(text: str) -> str:
     """Return text that Kubernetes does not expand: `$$` is a dollar sign."""
     return text.replace("$", "$$")
 
 
-def _container(settings: Kubernetes, name: str, command: list[str]) -> dict[str, Any]:
+def _container(
+    job: Job, settings: Kubernetes, name: str, *, head: str, rank: str
+) -> dict[str, Any]:
+    """Return the container, whose command expands `$(…)` in `head` and `rank` alone."""
     env: list[dict[str, Any]] = [{"name": "COLOTRAIN_JOB", "value": name}]
     env += [{"name": key, "value": _literal(value)} for key, value in settings.env.items()]
     for key, kept in settings.secrets.items():
@@ -238,7 +234,9 @@ def _container(settings: Kubernetes, name: str, command: list[str]) -> dict[str,
     return {
         "name": "node",
         "image": settings.image,
-        "command": command,
+        "command": elsewhere.node_command(
+            job, head=head, rank=rank, literal=_literal, carried=PLAN_FOLDER
+        ),
         "env": env,
         **({"resources": {"requests": dict(limits), "limits": limits}} if limits else {}),
         "volumeMounts": mounts,
@@ -392,7 +390,7 @@ def _why_pending(pod: dict[str, Any]) -> str:
 def log_command(job: Submitted, *, lines: int, follow: bool) -> list[str]:
     """Return the command that prints what the job's pods print."""
     settings = job.section(Kubernetes)
-    label = INSTANCE if settings.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
+    label = INSTANCE if settings.kind == "job" else JOB_SET
     how = ["--prefix", f"--tail={lines}", "--max-log-requests=1000", *(["-f"] if follow else [])]
     return [*_kubectl(settings), "logs", "-l", f"{label}={job.job}", *how]
 

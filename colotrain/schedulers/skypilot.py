@@ -88,10 +88,9 @@ def _at_least(amount: str | None) -> str | None:
 
 def _script(job: Job) -> str:
     """Return the shell lines that each node runs; SkyPilot numbers the nodes."""
-    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=elsewhere.PLAN_FOLDER)
-    known = {"HEAD": f'"$head:{elsewhere.PORT}"', "RANK": '"$SKYPILOT_NODE_RANK"'}
-    command = " ".join(known.get(word) or shlex.quote(word) for word in words)
-    return f'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\nexec {command}\n'
+    head, rank = f'"$head:{elsewhere.PORT}"', '"$SKYPILOT_NODE_RANK"'
+    words = elsewhere.node_command(job, head=head, rank=rank, literal=shlex.quote)
+    return f'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\nexec {" ".join(words)}\n'
 
 
 def test(script: str, settings: SkyPilot) -> str:

@@ -11,11 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colotrain.errors import UsageError
-from colotrain.schedulers.job import Job
+from colotrain.schedulers.job import PORTS, Job
 from colotrain.schedulers.slurm_settings import Slurm
-
-PORTS = (20000, 10000)
-"""First port and number of ports; all are below 32768, where ephemeral ports begin."""
 
 
 def render(job: Job, slurm: Slurm) -> str:
