@@ -17,6 +17,8 @@ from colotrain.events.kinds import Resumed, Step, WorkerStarted
 from colotrain.events.log import decode, event_files, lines_of
 from colotrain.rundir import RunDir
 
+BY_WEIGHT = ("nonfinite", "trained", "zero", "unused", "frozen")
+"""Statuses of gradients, the most serious first; several parameters have the first of theirs."""
 MOST_COLUMNS = 256
 """Maximum number of records in a heat map; a longer history is thinned out evenly."""
 T = TypeVar("T")
@@ -74,7 +76,7 @@ class ParameterGradient:
     shape: tuple[int, ...]
     dtype: str
     status: str
-    """trained, frozen, unused, zero, or nonfinite."""
+    """One of `BY_WEIGHT`."""
     reason: str | None
     norm: float | None
     rms: float | None
@@ -131,7 +133,7 @@ class Cell:
     """The gradient of one layer in one step."""
 
     status: str
-    """Worst of the parameters' states: `nonfinite`, then `trained`, `zero`, `unused`, `frozen`."""
+    """The parameters' first status in `BY_WEIGHT`."""
     norm: float | None
 
 
@@ -199,8 +201,7 @@ def layer_of(name: str) -> str:
 
 def _cell(parts: Sequence[tuple[str, float | None]]) -> Cell:
     found = {status for status, _ in parts}
-    by_weight = ("nonfinite", "trained", "zero", "unused")
-    status = next((status for status in by_weight if status in found), "frozen")
+    status = next((status for status in BY_WEIGHT if status in found), "frozen")
     squares = [norm * norm for _, norm in parts if norm is not None and math.isfinite(norm)]
     return Cell(status=status, norm=math.sqrt(sum(squares)) if status == "trained" else None)
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from rich.text import Text
 
-from colotrain.events.gradients import Cell, Heat
+from colotrain.events.gradients import BY_WEIGHT, Cell, Heat
 from colotrain.show.formatting import clean, shortened
 
 BLUE, ORANGE, SKY, GREEN = "#0072B2", "#E69F00", "#56B4E9", "#009E73"
@@ -32,7 +32,6 @@ STATUS_STYLES = {
     "zero": ORANGE,
     "nonfinite": f"bold {VERMILLION}",
 }
-WEIGHT = ("nonfinite", "trained", "zero", "unused", "frozen")
 
 T = TypeVar("T")
 Pairs = Sequence[tuple[int, float]]
@@ -235,7 +234,7 @@ def _grouped(items: list[T], most: int) -> list[list[T]]:
 def _joined(cells: Sequence[Cell]) -> Cell:
     """Merge several layers or records: the most serious status, the largest norm."""
     found = {cell.status for cell in cells}
-    status = next((status for status in WEIGHT if status in found), "")
+    status = next((status for status in BY_WEIGHT if status in found), "")
     norms = [cell.norm for cell in cells if cell.norm is not None]
     return Cell(status=status, norm=max(norms, default=None) if status == "trained" else None)
 
