@@ -32,7 +32,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Evaluation
 from colotrain.events.log import event_files, read
 from colotrain.export import llama, reader
-from colotrain.export.job import DTYPES, OWN_CONFIG, call_of, write_json
+from colotrain.export.job import OWN_CONFIG, call_of, write_json
 from colotrain.export.own_outputs import (
     computes_in_float32,
     evaluation_batches,
@@ -54,6 +54,7 @@ from colotrain.export.receipt import (
     read_receipt,
 )
 from colotrain.export.source import CheckpointTensors
+from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
 from colotrain.rundir import RunDir
 from colotrain.spec.objectives import DPO, DistillPlan
@@ -370,15 +371,14 @@ def evaluation_of(rundir: RunDir, step: int) -> Evaluation | None:
 def written_dtype(folder: Path) -> torch.dtype:
     """The floating-point dtype of most tensors in the files."""
     counts: dict[torch.dtype, int] = {}
-    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+    dtypes = {name: dtype for dtype, name in NAMES.items() if dtype.is_floating_point}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  no mapping
                     part = file.get_slice(name)
-                    if (known := names.get(part.get_dtype())) is not None:
-                        size = math.prod(part.get_shape())
-                        counts[DTYPES[known]] = counts.get(DTYPES[known], 0) + size
+                    if (dtype := dtypes.get(part.get_dtype())) is not None:
+                        counts[dtype] = counts.get(dtype, 0) + math.prod(part.get_shape())
         except SafetensorError as error:
             raise UsageError(f"{path}: cannot be read ({error})", "export the run again") from error
     if not counts:

@@ -31,6 +31,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""Dtype → its name in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
