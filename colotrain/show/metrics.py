@@ -9,15 +9,15 @@ from __future__ import annotations
 import http.server
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from colotrain.addresses import LOOPBACK
 from colotrain.events.event import Event
-from colotrain.events.kinds import Note, Step
+from colotrain.events.kinds import Step
 from colotrain.events.view import ENDED, LIVE, RunView, unit
+from colotrain.show.thread_warnings import ThreadWarnings
 from colotrain.spec.plan import RunPlan
 
 PATH = "/metrics"
@@ -222,7 +222,7 @@ class MetricsServer:
     def __init__(self, plan: RunPlan) -> None:
         self._state = State(plan, RunView(), Counts())
         self._server: http.server.ThreadingHTTPServer | None = None
-        self._problem = ""
+        self._warnings = ThreadWarnings()
 
     def __enter__(self) -> MetricsServer:
         port = self._state.plan.observe.metrics_port
@@ -231,7 +231,7 @@ class MetricsServer:
         try:
             self._server = _Server((LOOPBACK, port), _handler(lambda: render(self._state)))
         except OSError as error:
-            self._problem = f"observe.metrics_port={port}: {error.strerror}; no metrics"
+            self._warnings.add(f"observe.metrics_port={port}: {error.strerror}; no metrics")
             return self
         serve = self._server.serve_forever
         threading.Thread(target=serve, name="metrics", daemon=True).start()
@@ -249,9 +249,7 @@ class MetricsServer:
             if event.kind == Step.KIND and event.rank == 0:
                 counts.add(Step.of(event))
         self._state = State(self._state.plan, view, counts)
-        problem, self._problem = self._problem, ""
-        fields = Note(text=f"warning: {problem}").fields()
-        return [Event(kind=Note.KIND, t=time.time(), fields=fields)] if problem else []
+        return self._warnings.take()
 
 
 class _Server(http.server.ThreadingHTTPServer):

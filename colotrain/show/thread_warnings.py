@@ -1,4 +1,4 @@
-"""Warnings of a thread beside the run, which the launcher's own thread shows later."""
+"""Warnings about what runs beside a launch, which the launcher's own thread shows later."""
 
 from __future__ import annotations
 
