@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,6 +73,14 @@ def written_to(to: str, out: str) -> str:
     if to:
         refuse("--to", out=out)
     return to or out
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file that an option names; raises `UsageError` where that fails."""
+    try:
+        Path(path).write_text(text, "utf-8", newline="")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
 
 
 def refuse(beside: str, **options: object) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
-from colotrain.cli.arguments import refuse
+from colotrain.cli.arguments import refuse, write_file
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.events.event import Event
 from colotrain.events.fold import Fold, fold, follow
@@ -19,7 +17,7 @@ from colotrain.events.view import LIVE, RunView
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.fetching import followed
-from colotrain.show.console import print_json, stdout_console
+from colotrain.show.console import picture_console, print_json, stdout_console
 from colotrain.show.dashboard import KEYS, render
 from colotrain.show.frame import FOCI, Focus, FrameState
 from colotrain.show.live import FRAME_S, Screen, replay, watch
@@ -99,33 +97,15 @@ def frame_of(rundir: RunDir, plan: RunPlan, view: RunView) -> FrameState:
 
 
 def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) -> None:
-    """Write a frame as a picture, in colour even without a colour terminal."""
+    """Write a frame as a picture."""
     width, height = PICTURE
-    console = Console(
-        record=True,
-        file=io.StringIO(),
-        width=width,
-        height=height,
-        force_terminal=True,
-        color_system="truecolor",
-        no_color=False,
-        legacy_windows=False,
-    )
+    console = picture_console(width=width, height=height)
     frame = frame_of(rundir, plan, follow(rundir, outline=True))
     console.print(render(frame, width=width, height=height, focus=focus))
-    for path, text in (
-        (svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False) if svg else ""),
-        (html, console.export_html(clear=False) if html else ""),
-    ):
-        if path:
-            _write(path, text)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
+    if svg:
+        write_file(svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False))
+    if html:
+        write_file(html, console.export_html(clear=False))
 
 
 def follow_as_lines(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus) -> None:

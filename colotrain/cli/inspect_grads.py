@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import fnmatch
+import io
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.arguments import refuse
+from colotrain.cli.arguments import refuse, write_file
 from colotrain.config.stores import is_address
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.events.comparison import Comparison, Difference, compare
@@ -261,18 +262,16 @@ def document(
 
 
 def write_csv(path: str, rows: Sequence[ParameterGradient]) -> None:
-    try:
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            out = csv.writer(file)
-            out.writerow(FIELDS)
-            for row in rows:
-                plain = to_plain(row)
-                plain["shape"] = "x".join(map(str, row.shape))
-                plain["aliases"] = " ".join(row.aliases)
-                plain["stages"] = " ".join(map(str, row.stages))
-                out.writerow([plain[field] for field in FIELDS])
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
+    text = io.StringIO()
+    out = csv.writer(text)
+    out.writerow(FIELDS)
+    for row in rows:
+        plain = to_plain(row)
+        plain["shape"] = "x".join(map(str, row.shape))
+        plain["aliases"] = " ".join(row.aliases)
+        plain["stages"] = " ".join(map(str, row.stages))
+        out.writerow([plain[field] for field in FIELDS])
+    write_file(path, text.getvalue())
 
 
 def print_table(

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.cli.arguments import write_file
 from colotrain.data.prepare.vocabulary import DocumentForm
-from colotrain.errors import UsageError
 from colotrain.planner.durations import evaluation_s
 from colotrain.runs.resolving import ResolvedConfig
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
+from colotrain.show.console import picture_console
 from colotrain.spec.elastic import ElasticPlan
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
 from colotrain.spec.quantities import format_seconds, format_size
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "gathered",
-    "buffers",
-    "baseline",
-)
+CATEGORIES = [field.name for field in fields(MemoryBreakdown)]
 VERDICTS = {
     "yes": (GREEN, "fits"),
     "tight": (ORANGE, "may not fit"),
@@ -383,20 +376,7 @@ def signed(error: float | None) -> str:
 
 
 def export(path: str, resolved: ResolvedConfig, document: dict[str, Any]) -> None:
-    """Write the printed plan as an SVG picture, in colour even without a colour terminal."""
-    console = Console(
-        record=True,
-        file=io.StringIO(),
-        width=PICTURE_WIDTH,
-        force_terminal=True,
-        color_system="truecolor",
-        no_color=False,
-        legacy_windows=False,
-        highlight=False,
-        markup=False,
-    )
+    """Write the printed plan as an SVG picture."""
+    console = picture_console(width=PICTURE_WIDTH)
     print_plan(console, resolved, document)
-    try:
-        Path(path).write_text(console.export_svg(title="colotrain plan"), "utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
+    write_file(path, console.export_svg(title="colotrain plan"))

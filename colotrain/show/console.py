@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -62,6 +63,22 @@ def _console(file: IO[str]) -> Console:
         highlight=False,
         markup=False,
         emoji=False,
+    )
+
+
+def picture_console(*, width: int, height: int | None = None) -> Console:
+    """Return a console to export a picture of, in colour even without a colour terminal."""
+    return Console(
+        record=True,
+        file=io.StringIO(),
+        width=width,
+        height=height,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
     )
 
 
