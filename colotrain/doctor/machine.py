@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ def _count(limit: int) -> str:
 
 def check_shared_memory(env: Environment) -> Iterator[Finding]:
     try:
-        free = _free(env.shm)
+        free = shutil.disk_usage(env.shm).free
     except OSError as error:
         yield warn("/dev/shm", f"{env.shm}: {error}", "mount a tmpfs there")
         return
@@ -128,8 +129,3 @@ def check_shared_memory(env: Environment) -> Iterator[Finding]:
         yield warn("/dev/shm", f"{size(free)} are free in {env.shm}", fix)
     else:
         yield ok("/dev/shm", f"{size(free)} are free")
-
-
-def _free(path: Path) -> int:
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from colotrain.cache_folder import FIX, is_shared, objection
 from colotrain.doctor.finding import Environment, Finding, fail, graded, ok, size, warn
 
@@ -87,20 +89,15 @@ def _modified_at(path: Path) -> float:
 
 
 def _filesystem(folder: Path) -> str:
-    """Type of the filesystem of `folder`, from /proc/mounts."""
-
-    best, kind = "", "an unknown filesystem"
+    """Type of the filesystem of `folder`."""
     try:
-        mounts = Path("/proc/mounts").read_text("utf-8", "replace").splitlines()
+        mounts = psutil.disk_partitions(all=True)
     except OSError:
-        return kind
-    where = str(folder.absolute())
-    for line in mounts:
-        _, point, type_, *_ = line.split(" ")
-        inside = where == point or where.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, type_
-    return kind
+        mounts = []
+    here = [m for m in mounts if folder.absolute().is_relative_to(m.mountpoint)]
+    # the last of several mounts at one point hides the others
+    inner = max(reversed(here), key=lambda mount: len(mount.mountpoint), default=None)
+    return "an unknown filesystem" if inner is None else str(inner.fstype)
 
 
 def check_cache(env: Environment) -> Iterator[Finding]:
