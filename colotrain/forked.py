@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 
 from colotrain.errors import ColotrainError
-from colotrain.parent_process import die_with, has_ended
+from colotrain.parent_process import die_with, has_ended, send
 
 LIMIT_S = 600.0
 """Maximum seconds in a fork: as long as a rank may be silent until its first step."""
@@ -106,8 +106,7 @@ def _received(pipe: Connection, child: int) -> tuple[str, Any]:
         pass
     finally:
         pipe.close()
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+        send(signal.SIGKILL, child)
         with suppress(ChildProcessError):
             os.waitpid(child, 0)
     return "", None

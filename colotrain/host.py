@@ -1,4 +1,4 @@
-"""Memory and open files available on this host, within the limits of a container."""
+"""This host: what tells it apart, and its memory and open files, within a container's limits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
 MOST_OPEN_FILES = 65536
 """Limit that a process sets itself: torch's store, in the launcher, takes whoever connects."""
 MOST_THREADS = 1024
+
+
+def boot_id() -> str:
+    """Return what identifies this start of the kernel; empty where it is not known."""
+    return text_of(Path("/proc/sys/kernel/random/boot_id"))
+
+
+def pid_namespace() -> str:
+    """Return what identifies the numbering of processes; empty where it is not known."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
 
 
 def allow_open_files() -> int:

@@ -1,4 +1,4 @@
-"""Ends this process together with another one, and waits for the end of others."""
+"""Ends this process together with another one; state, signals and end of other processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import select
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 
 def die_with(pid: int) -> None:
@@ -23,6 +25,21 @@ def _wait_and_die(pid: int) -> None:
         while os.path.exists(f"/proc/{pid}"):
             time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def send(number: signal.Signals, pid: int) -> None:
+    """Send a signal to a process, if it has not ended yet."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def stat_of(pid: int | str) -> list[str]:
+    """Return what /proc/PID/stat has after the process's name, its state letter first (proc(5)).
+
+    `OSError` where there is no such process, or no /proc.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    return text.rpartition(")")[2].split()  # the name may hold spaces and brackets
 
 
 def has_ended(pid: int, *, within_s: float = 0.0) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,18 @@ class HeartbeatWriter:
         line = json.dumps(to_plain(beat)).encode()[:LINE_BYTES].ljust(LINE_BYTES)
         with contextlib.suppress(OSError):  # a full disk must not end training
             os.pwrite(self._handle, line, 0)
+
+
+def heartbeats_of(
+    folder: Path, pids: Mapping[int, int], *, first_rank: int
+) -> dict[int, Heartbeat]:
+    """Return local rank → last heartbeat of a machine's workers, by their process ids in `pids`.
+
+    Those of other machines' ranks and of earlier attempts have other ranks or process ids.
+    """
+    beats = {(beat.rank, beat.pid): beat for beat in read_heartbeats(folder)}
+    found = {local: beats.get((first_rank + local, pid)) for local, pid in pids.items()}
+    return {local: beat for local, beat in found.items() if beat is not None}
 
 
 def read_heartbeats(folder: Path) -> list[Heartbeat]:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from colotrain import host
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.events.fold import follow
 from colotrain.events.kinds import Step
 from colotrain.events.log import event_files, lines_of
 from colotrain.events.view import ENDED, RunView
+from colotrain.parent_process import stat_of
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import HOW_TO_START, RUNS, RunDir, read_json
 from colotrain.spec.schedulers import job_id
@@ -198,26 +200,12 @@ def launcher_of(rundir: RunDir) -> Launcher | None:
 def _identity(pid: int) -> Launcher:
     return Launcher(
         host=socket.gethostname(),
-        boot_id=_boot_id(),
-        pid_namespace=_pid_namespace(),
+        boot_id=host.boot_id(),
+        pid_namespace=host.pid_namespace(),
         pid=pid,
         start_time=_start_time(pid) or _UNKNOWN,
         job=job_id(),
     )
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:  # not Linux
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        return ""
 
 
 def _start_time(pid: int) -> str | None:
@@ -226,11 +214,10 @@ def _start_time(pid: int) -> str | None:
     The unit is clock ticks since boot, because wall-clock times shift when the clock is set.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        stat = stat_of(pid)
     except OSError:
         return _UNKNOWN if _exists(pid) else None
-    after_name = stat.rpartition(")")[2].split()  # the name may hold spaces and brackets
-    return None if after_name[0] in "ZX" else after_name[19]
+    return None if stat[0] in "ZX" else stat[19]
 
 
 def _exists(pid: int) -> bool:

@@ -34,6 +34,7 @@ from colotrain.launch.server.forkserver import how_server_ended, without_results
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.survivors import end_survivors, failed
 from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
+from colotrain.parent_process import send
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.axes import ranks_on
@@ -152,8 +153,7 @@ class Agent(LocalElasticAgent):
     def _let_save(self, worker_group: WorkerGroup, grace_s: float) -> None:
         """Send SIGTERM, on which workers save, and wait until they have exited."""
         for pid in self.pids().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            send(signal.SIGTERM, pid)
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline and not clean_exits(self._pcontext, worker_group):
             if super()._monitor_workers(worker_group).state != WorkerState.HEALTHY:

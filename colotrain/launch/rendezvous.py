@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colotrain import host
 from colotrain.addresses import LOOPBACK, is_loopback, listen, listen_at, serve_store
 from colotrain.errors import UsageError
 from colotrain.launch.copy_keeper import CopyKeeper, MemoryFiles
@@ -34,7 +34,6 @@ from colotrain.spec.plan import RunPlan
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STORES_KEPT = 2
 """Number of stores kept: the newest round's, and the previous one for workers still exiting."""
 OF_ONE_MACHINE = {
@@ -245,14 +244,6 @@ class Rendezvous:
         return Handler()
 
 
-def boot_id() -> str:
-    """Return what identifies this start of the kernel; empty where it is not known."""
-    try:
-        return BOOT_ID.read_text("ascii").strip()
-    except OSError:  # not Linux
-        return ""
-
-
 def make_node_info(plan: RunPlan, node: Node) -> NodeInfo:
     plain = to_plain(plan)
     for section, names in OF_ONE_MACHINE.items():
@@ -263,7 +254,7 @@ def make_node_info(plan: RunPlan, node: Node) -> NodeInfo:
         node=node.rank,
         host=socket.gethostname(),
         instance=secrets.token_hex(8),
-        boot=boot_id(),
+        boot=host.boot_id(),
         versions={name: metadata.version(name) for name in ("colotrain", "torch")},
         plan=plain,
     )

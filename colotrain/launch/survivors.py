@@ -7,14 +7,14 @@ take minutes; torch ends them after half a minute.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from colotrain.events.heartbeats import Heartbeat, read_heartbeats
+from colotrain.events.heartbeats import Heartbeat, heartbeats_of
+from colotrain.parent_process import send
 from colotrain.rundir import RunDir
 from colotrain.spec.phases import FINISHING, LEFT_ALONE, Phase
 
@@ -64,12 +64,13 @@ def end_survivors(
     said = False
     while True:
         now_s = time.monotonic() - began
-        beats = {(b.rank, b.pid): b for b in read_heartbeats(rundir.heartbeats)}
+        pids = {local: process.pid for local, process in enumerate(processes)}
+        beats = heartbeats_of(rundir.heartbeats, pids, first_rank=first_rank)
         waited_for = list[str]()
         for local, process in enumerate(processes):
             if process.exitcode is not None or local in ended:
                 continue
-            beat = beats.get((first_rank + local, process.pid))
+            beat = beats.get(local)
             saving = _is_saving(beat, rundir.checkpoints)
             if beat is not None and beat.phase in LEFT_ALONE and not saving:
                 continue
@@ -78,8 +79,7 @@ def end_survivors(
             copies = beat is not None and beat.phase is Phase.MEMORY_COPY
             if is_over or (now_s > FINISH_S and not copies):
                 ended.add(local)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+                send(signal.SIGKILL, process.pid)
             else:
                 at = f" ({beat.where})" if beat is not None else ""
                 waited_for.append(f"rank {first_rank + local}{at}")

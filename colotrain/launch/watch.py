@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colotrain.events.heartbeats import Heartbeat, read_heartbeats
+from colotrain.events.heartbeats import Heartbeat, heartbeats_of, read_heartbeats
 from colotrain.launch.folder_watch import FolderWatch
 from colotrain.launch.worker_exits import newest_log
-from colotrain.parent_process import has_ended
+from colotrain.parent_process import has_ended, send, stat_of
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
@@ -121,10 +121,7 @@ class Watch:
         self.folder.check()
         pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
-        beats = {(b.rank, b.pid): b for b in read_heartbeats(self.rundir.heartbeats)}
-        first = self.first_rank()
-        found = {local: beats.get((first + local, pid)) for local, pid in pids.items()}
-        here = {local: beat for local, beat in found.items() if beat is not None}
+        here = heartbeats_of(self.rundir.heartbeats, pids, first_rank=self.first_rank())
         self.last = max(here.values(), key=lambda beat: beat.t, default=self.last)
         self._check_stop(here, asked_to_stop, now)
         silent = {
@@ -140,7 +137,7 @@ class Watch:
         """Kill this machine's ranks at once and forbid restarts."""
         self.verdict, self.is_final = verdict, True
         for pid in self.pids().values():
-            _signal(pid, signal.SIGKILL)
+            send(signal.SIGKILL, pid)
 
     def end_orphans(self, verdict: str) -> None:
         """Kill this machine's ranks, whose parent has ended, and see to it that they are gone.
@@ -150,7 +147,7 @@ class Watch:
         self.verdict = f"{verdict}, so its ranks were ended"
         pids = list(self.pids().values())
         for pid in pids:
-            _signal(pid, signal.SIGKILL)
+            send(signal.SIGKILL, pid)
         left = [pid for pid in pids if not has_ended(pid, within_s=ORPHANS_S)]
         if left:
             self.verdict += f"; process {left[0]} cannot be ended, so the run is not restarted"
@@ -175,7 +172,7 @@ class Watch:
             return
         offsets = {local: _size(self._log(local)) for local in here}
         for beat in here.values():
-            _signal(beat.pid, signal.SIGUSR2)  # makes it write its stack (faulthandler)
+            send(signal.SIGUSR2, beat.pid)  # makes it write its stack (faulthandler)
         time.sleep(DUMP_S)
         found = [
             SilentRank(
@@ -203,12 +200,12 @@ class Watch:
     def ask_to_stop(self) -> None:
         """Tell the ranks themselves, where the run's folder takes no request to stop."""
         for pid in self.pids().values():
-            _signal(pid, signal.SIGUSR1)
+            send(signal.SIGUSR1, pid)
 
     def _end(self, ranks: dict[int, Heartbeat], verdict: str) -> None:
         self.verdict = verdict
         for beat in ranks.values():
-            _signal(beat.pid, signal.SIGKILL)
+            send(signal.SIGKILL, beat.pid)
 
     def _log(self, local_rank: int) -> Path:
         """Return the newest log of a worker of this machine, to which it writes its stack."""
@@ -238,7 +235,7 @@ def _stack(log: Path, offset: int) -> tuple[str, ...]:
     return tuple(main[-1]) if main else ()
 
 
-def _text(path: Path, offset: int = 0) -> str:
+def _text(path: Path, offset: int) -> str:
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -256,9 +253,7 @@ def _size(path: Path) -> int:
 
 def _state(pid: int) -> str:
     """Return the process's state letter; empty if the process is gone."""
-    return _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].strip()[:1]
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+    try:
+        return stat_of(pid)[0]
+    except OSError:
+        return ""

@@ -28,7 +28,7 @@ from colotrain import callers_script, host
 from colotrain.callers_script import Script, belong_to_run, import_script
 from colotrain.dotted import new_python
 from colotrain.errors import UsageError
-from colotrain.parent_process import die_with
+from colotrain.parent_process import die_with, send, stat_of
 from colotrain.spec.elastic import COPY_PLACES, ROUND_KEY
 from colotrain.spec.exit_codes import WORKER_USAGE, signal_name
 
@@ -121,8 +121,7 @@ def _ensure_running() -> None:
 def end_server() -> None:
     """Kill the server, so that a reader of this process's output need not wait for its imports."""
     if pid := _server_pid():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, pid)
 
 
 def _server_pid() -> int | None:
@@ -287,7 +286,7 @@ def name_process(title: str) -> None:
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         Path("/proc/self/comm").write_text(title[:15])
-        fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        fields = stat_of("self")
         start, room = int(fields[ARG_START]), int(fields[ARG_END]) - int(fields[ARG_START])
         if start and room > 1:
             text = title.encode("ascii", "replace")[: room - 1]
