@@ -21,7 +21,7 @@ from colotrain.audit.records import (
     Remark,
     Sharding,
 )
-from colotrain.events.event import Event
+from colotrain.events.event import Event, Kind
 from colotrain.events.log import read
 from colotrain.rundir import RunDir
 
@@ -144,33 +144,25 @@ def newest(ranks: list[RankEvidence]) -> list[RankEvidence]:
 
 
 def rank_of(path: Path) -> tuple[RankEvidence | None, list[Remark]]:
-    process: ObservedProcess | None = None
-    steps, members, remarks, engine, sharding, end = [], [], [], None, None, None
-    for event in read(path):
-        match event.kind:
-            case ObservedProcess.KIND:
-                process = ObservedProcess.of(event)
-            case ObservedStep.KIND:
-                steps.append(ObservedStep.of(event))
-            case Membership.KIND:
-                members.append(Membership.of(event))
-            case Remark.KIND:
-                remarks.append(Remark.of(event))
-            case EngineInfo.KIND:
-                engine = EngineInfo.of(event)
-            case Sharding.KIND:
-                sharding = Sharding.of(event)
-            case ObservedEnd.KIND:
-                end = ObservedEnd.of(event)
+    """Return the records of a process, None if it did not train, and what it remarked."""
+    events = read(path)
+
+    def every(kind: type[Kind]) -> list[Kind]:
+        return [kind.of(event) for event in events if event.kind == kind.KIND]
+
+    def last(kind: type[Kind]) -> Kind | None:
+        return next(reversed(every(kind)), None)
+
+    process, remarks = last(ObservedProcess), every(Remark)
     if process is None:
         return None, remarks
     rank = RankEvidence(
         process=process,
-        steps=steps,
-        members=members,
+        steps=every(ObservedStep),
+        members=every(Membership),
         remarks=remarks,
-        engine=engine,
-        sharding=sharding,
-        end=end,
+        engine=last(EngineInfo),
+        sharding=last(Sharding),
+        end=last(ObservedEnd),
     )
     return rank, remarks
