@@ -67,8 +67,13 @@ def observer() -> Observer:
     return _current.observer
 
 
-def wrap(owner: Any, name: str, *, before: Any = None, after: Any = None) -> None:
-    """Call `before(args, kwargs)` and `after(result, args, kwargs)` around `owner.name`."""
+def wrap(
+    owner: Any, name: str, *, before: Any = None, after: Any = None, silences: bool = False
+) -> None:
+    """Call `before(args, kwargs)` and `after(result, args, kwargs)` around `owner.name`.
+
+    What is called within it is not observed if it `silences`.
+    """
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -81,7 +86,11 @@ def wrap(owner: Any, name: str, *, before: Any = None, after: Any = None) -> Non
         if before is not None:
             with seen.guarded():
                 before(args, kwargs)
-        result = original(*args, **kwargs)
+        seen.quiet += silences
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            seen.quiet -= silences
         if after is not None:
             with seen.guarded():
                 after(result, args, kwargs)
@@ -308,30 +317,16 @@ def _wrap_clipping() -> None:
 
 
 def _wrap_schedulers() -> None:
+    def before(args: Any, _: Any) -> None:
+        caller = sys._getframe(2).f_code.co_name  # of the function that `wrap` makes
+        observer().scheduled(args[0], caller)
+
     kinds = [lr_scheduler.LRScheduler]
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        if "step" not in vars(kind):
-            continue
-
-        def wrapper_of(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def step(*args: Any, **kwargs: Any) -> Any:
-                seen, caller = observer(), sys._getframe(1).f_code.co_name
-                if seen.quiet:
-                    return original(*args, **kwargs)
-                with seen.guarded():
-                    seen.scheduled(args[0], caller)
-                seen.quiet += 1  # schedulers within it
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    seen.quiet -= 1
-
-            return step
-
-        kind.step = wrapper_of(vars(kind)["step"])  # type: ignore[method-assign]
+        if "step" in vars(kind):
+            wrap(kind, "step", before=before, silences=True)  # schedulers within it
 
 
 def _wrap_grad_scaler() -> None:
