@@ -246,11 +246,13 @@ def row(parameter: nn.Parameter, gradient: Tensor | None, why: str) -> dict[str,
     }
 
 
+def is_dropout(module: nn.Module) -> bool:
+    return "Dropout" in type(module).__name__ and bool(getattr(module, "p", 0))
+
+
 def has_dropout(roots: list[nn.Module]) -> bool:
     return any(
-        module.training and "Dropout" in type(module).__name__ and getattr(module, "p", 0)
-        for root in roots
-        for module in root.modules()
+        module.training and is_dropout(module) for root in roots for module in root.modules()
     )
 
 

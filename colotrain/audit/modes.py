@@ -69,8 +69,7 @@ def _off(root: nn.Module, held: Container[int]) -> list[str]:
 def _changes_with_mode(module: nn.Module) -> bool:
     if isinstance(module, BatchNorm):
         return module.running_mean is not None
-    is_dropout = "Dropout" in type(module).__name__ and bool(getattr(module, "p", 0))
-    return is_dropout or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+    return model.is_dropout(module) or (isinstance(module, nn.RNNBase) and module.dropout > 0)
 
 
 def _frozen_norms(root: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
