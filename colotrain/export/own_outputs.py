@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
+from colotrain.data.prepare.prepared import Split
 from colotrain.data.read.loader import (
     BatchLoader,
     Samples,
@@ -27,7 +28,7 @@ from colotrain.generators import seeded
 from colotrain.models import adapters
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import attach_, inputs_of, output_of
-from colotrain.spec.plan import BatchPlan, RunPlan
+from colotrain.spec.plan import RunPlan
 
 Batch = dict[str, Tensor]
 
@@ -106,13 +107,18 @@ def evaluation_loader(plan: RunPlan) -> BatchLoader | None:
     """The batches of an evaluation of the run, read by one process; None where there are none."""
     samples = _samples(plan, "validation")
     end = count_evaluated(samples, plan) if len(samples) else 0
-    if not end:
-        return None
-    batch = _of_one_process(plan)
+    return _loader(samples, plan, "validation", end=end) if end else None
+
+
+def _loader(
+    samples: Samples, plan: RunPlan, split: Split, *, end: int | None = None
+) -> BatchLoader:
+    """The plan's batches as one process reads them: it has all micro-batches of a step."""
+    steps = plan.batch.global_batch // plan.batch.micro_batch
     return BatchLoader(
         samples,
-        planned_order(samples, plan, "validation"),
-        batch,
+        planned_order(samples, plan, split),
+        replace(plan.batch, data_parallel=1, accumulation_steps=steps),
         rank=0,
         draw_seed=planned_draw_seed(samples, plan),
         end=end,
@@ -120,13 +126,7 @@ def evaluation_loader(plan: RunPlan) -> BatchLoader | None:
     )
 
 
-def _of_one_process(plan: RunPlan) -> BatchPlan:
-    """The plan's batches as one process reads them: it has all micro-batches of a step."""
-    steps = plan.batch.global_batch // plan.batch.micro_batch
-    return replace(plan.batch, data_parallel=1, accumulation_steps=steps)
-
-
-def _samples(plan: RunPlan, split: Any) -> Samples:
+def _samples(plan: RunPlan, split: Split) -> Samples:
     with seeded(plan.train.seed):
         rest = rest_of(open_samples(plan.data, "train")) if split == "validation" else None
     if rest is not None:
@@ -145,11 +145,7 @@ def evaluation_batches(loader: BatchLoader) -> Iterator[Batch]:
 def first_rows(plan: RunPlan, loader: BatchLoader | None, count: int) -> list[Batch]:
     """Batches of one sample: the first of an evaluation, or else of training."""
     if loader is None:
-        samples = _samples(plan, "train")
-        order = planned_order(samples, plan)
-        draw, collate = planned_draw_seed(samples, plan), planned_collate(plan.data)
-        one = _of_one_process(plan)
-        loader = BatchLoader(samples, order, one, 0, draw_seed=draw, collate=collate)
+        loader = _loader(_samples(plan, "train"), plan, "train")
     batch = loader.micro_batch(0, 0)
     rows = len(next(iter(batch.values())))
     return [{n: t[row : row + 1] for n, t in batch.items()} for row in range(min(rows, count))]
