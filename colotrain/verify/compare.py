@@ -123,13 +123,12 @@ def compare(
     check = _Check(reference, found)
     check.parameters(0, tolerance)
     for step in range(len(reference.losses)):
-        check.numbers("loss", step, reference.losses[step], found.losses, tolerance.loss)
+        check.loss(step, tolerance)
         check.gradients(step, tolerance)
         check.parameters(step + 1, tolerance)
         check.frozen(step + 1)
     check.steps()
-    for name, value in reference.evaluation.items():
-        check.evaluation(name, value, tolerance.loss)
+    check.evaluation(tolerance)
     return CaseResult(
         plugin=plan.plugin.name,
         world_size=plan.world_size,
@@ -176,26 +175,28 @@ class _Check:
     def differs(self, text: str) -> None:
         self.difference = self.difference or text
 
-    def numbers(
-        self, kind: str, step: int, wanted: float, found: list[float], limit: float
-    ) -> None:
-        if step >= len(found):
-            return self.differs(f"{kind} of step {step + 1}: missing")
-        off = abs(found[step] - wanted)
-        self._measure(kind, off)
-        if not off <= limit * max(1.0, abs(wanted)):
-            self.differs(f"{kind} of step {step + 1}: {found[step]:.9g}, reference {wanted:.9g}")
-        return None
+    def loss(self, step: int, tolerance: Tolerance) -> None:
+        if step >= len(self.found.losses):
+            return self.differs(f"loss of step {step + 1}: missing")
+        wanted, found = self.reference.losses[step], self.found.losses[step]
+        self._measure("loss", abs(found - wanted))
+        return self._value(f"loss of step {step + 1}", wanted, found, tolerance)
 
-    def evaluation(self, name: str, wanted: float, limit: float) -> None:
-        """Compare a value of the last evaluation."""
-        found = self.found.evaluation.get(name)
-        if found is None:
-            return self.differs(f"{name} of the evaluation: missing")
-        if not abs(found - wanted) <= limit * max(1.0, abs(wanted)):
-            why = "" if name == RESERVED else f" ({NO_MEAN})"
-            self.differs(f"{name} of the evaluation: {found:.9g}, reference {wanted:.9g}{why}")
-        return None
+    def evaluation(self, tolerance: Tolerance) -> None:
+        """Compare the values of the last evaluation."""
+        for name, wanted in self.reference.evaluation.items():
+            what, found = f"{name} of the evaluation", self.found.evaluation.get(name)
+            if found is None:
+                self.differs(f"{what}: missing")
+            else:
+                why = "" if name == RESERVED else f" ({NO_MEAN})"
+                self._value(what, wanted, found, tolerance, why=why)
+
+    def _value(
+        self, what: str, wanted: float, found: float, tolerance: Tolerance, *, why: str = ""
+    ) -> None:
+        if not abs(found - wanted) <= tolerance.loss * max(1.0, abs(wanted)):
+            self.differs(f"{what}: {found:.9g}, reference {wanted:.9g}{why}")
 
     def gradients(self, step: int, tolerance: Tolerance) -> None:
         if step >= len(self.found.gradients):
