@@ -50,6 +50,12 @@ TOLERANCE = 1e-5
 TITLES = ("PARAMETER", "SHAPE", "STAGE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE")
 SORTS = ("norm", "update", "zero", "name")
 ORIGIN = ("parameter", "module", "rank", "step", "micro_batch", "phase")
+NOT_WITH_NOISE = {
+    "pp": "micro-batches overlap on each stage",
+    "cp": "each rank has the gradient of parts of samples",
+    "tp": "each rank has a part of the gradient",
+}
+"""Axis of the mesh → why the noise cannot be measured where it divides ranks."""
 FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
 
 
@@ -93,21 +99,10 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
 def check_noise(plan: RunPlan) -> None:
     """Refuse a step of a single micro-batch: noise is measured between micro-batches."""
     batch = plan.batch
-    if plan.mesh.pp > 1:
-        raise UsageError(
-            f"--noise: with mesh.pp={plan.mesh.pp} micro-batches overlap on each stage",
-            "measure it with mesh.pp=1",
-        )
-    if plan.mesh.cp > 1:
-        raise UsageError(
-            f"--noise: with mesh.cp={plan.mesh.cp} each rank has the gradient of parts of samples",
-            "measure it with mesh.cp=1",
-        )
-    if plan.mesh.tp > 1:
-        raise UsageError(
-            f"--noise: with mesh.tp={plan.mesh.tp} each rank has a part of the gradient",
-            "measure it with mesh.tp=1",
-        )
+    for axis, why in NOT_WITH_NOISE.items():
+        if (size := getattr(plan.mesh, axis)) > 1:
+            fix = f"measure it with mesh.{axis}=1"
+            raise UsageError(f"--noise: with mesh.{axis}={size} {why}", fix)
     if batch.accumulation_steps * batch.data_parallel < 2:
         raise UsageError(
             f"--noise: a step is one micro-batch of {batch.micro_batch}, and none to compare it to",
