@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from colotrain.records import same_fields
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS, Precision
 from colotrain.verify.cases import Case
-from colotrain.verify.reference import Trajectory, distance, max_abs
+from colotrain.verify.reference import distance, max_abs
+from colotrain.verify.trajectory import Trajectory
 
 DRAWS = (
     "the model draws random numbers in its forward, beside torch.nn's dropout: turn that off, for "
@@ -278,8 +279,6 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def to_json(results: Sequence[CaseResult]) -> dict[str, Any]:
     """The document that `verify --json` prints; all cases of a model have the same tolerance."""
-    from dataclasses import asdict
-
     cases, tolerance = [], None
     for result in results:
         case = asdict(result)

@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,37 +48,9 @@ from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.objectives import objective_of
 from colotrain.verify.optimizers import Optimizers, add_to_, learning_rate_factor
 from colotrain.verify.plain_models import build_plain
+from colotrain.verify.trajectory import Tensors, Trajectory
 
-Tensors = dict[str, Tensor]
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """Losses, gradients and parameters of a few steps of training; index k is step k."""
-
-    losses: list[float]
-    gradients: list[Tensors]
-    """Name → whole gradient before clipping; parameters without one are absent."""
-    parameters: list[Tensors]
-    """Name → value, before the first step and after each."""
-    optimizer_steps: int
-    frozen: frozenset[str]
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """Loss and metrics of the evaluation after the last step; empty where there is none."""
-    rounding: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """Kind ("gradients" or "parameters") → step → name → error of plain torch in its own dtype."""
-    draws: bool = False
-    """Whether the model's forward draws random numbers other than dropout's."""
-    mixes: str = ""
-    """Name of the first module or buffer by which the samples of a micro-batch depend on one
-    another, as by batch normalization; empty where there is none."""
-    no_mean: str = ""
-    """Why the loss is no mean over targets; empty where it is one, or nothing is known."""
-    computed_in: frozenset[torch.dtype] = frozenset()
-    """Dtypes of the forward's results with the model in its own dtype, autocast's included."""
-    not_exact: str = ""
-    """Why this is no computation in float64; empty where it is one."""
 
 
 def min_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:

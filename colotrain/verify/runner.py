@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import CaseDone
 from colotrain.launch.elastic import launch
@@ -21,7 +19,8 @@ from colotrain.spec.elastic import MemoryCopyPlan
 from colotrain.spec.exit_codes import STOPPED
 from colotrain.spec.plan import RunPlan
 from colotrain.verify.compare import CaseResult, Tolerance, compare
-from colotrain.verify.reference import Trajectory, along, run_reference
+from colotrain.verify.reference import along, run_reference
+from colotrain.verify.trajectory import Trajectory, load
 
 WORKER = "colotrain.verify.worker"
 MOST_CASES = 16
@@ -55,7 +54,7 @@ def verify(
             if key not in references:
                 progress("reference", done + index, len(plans))
                 references[key] = run_reference(plan, steps=plan.train.max_steps)
-            found = _read(case_of(folder, plan.world_size, first + index))
+            found = load(case_of(folder, plan.world_size, first + index))
             yield _result(plan, references[key], found, tolerance)
         done += len(group)
 
@@ -143,24 +142,6 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
 def _without_copies(plan: RunPlan) -> RunPlan:
     """Return the plan without copies in the launcher's memory, which all cases would share."""
     return replace(plan, elastic=replace(plan.elastic, memory_copy=MemoryCopyPlan()))
-
-
-def _read(case: RunDir) -> Trajectory:
-    facts = json.loads(case.verification_file.read_text("utf-8"))
-    gradients: dict[int, dict[str, Any]] = {}
-    parameters: dict[int, dict[str, Any]] = {}
-    for key, tensor in load_file(case.trajectory_file).items():
-        kind, step, name = key.split(".", 2)
-        into = gradients if kind == "gradient" else parameters
-        into.setdefault(int(step), {})[name] = tensor
-    return Trajectory(
-        losses=facts["losses"],
-        evaluation=facts["evaluation"],
-        gradients=[gradients.get(step, {}) for step in range(len(facts["losses"]))],
-        parameters=[parameters[step] for step in sorted(parameters)],
-        optimizer_steps=facts["optimizer_steps"],
-        frozen=frozenset(facts["frozen"]),
-    )
 
 
 def _reference_key(plan: RunPlan) -> str:

@@ -1,21 +1,17 @@
 """A worker of `colotrain verify`: trains every case of one world size with colotrain's engine.
 
-Each folder RUN/cases/NAME holds a plan; rank 0 writes the trajectory there, as safetensors and
-JSON.
+Each folder RUN/cases/NAME holds a plan; rank 0 writes the trajectory there.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from colotrain import module_tree
@@ -36,6 +32,7 @@ from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout
+from colotrain.verify.trajectory import Trajectory, save
 
 
 def main(path: str, digest: str, *case_digests: str) -> int:
@@ -89,7 +86,7 @@ def train_case(plan: RunPlan, case: RunDir, device: torch.device, stop: StopRequ
             break
     recorder.parameters.append(_whole(run.sharded.module))
     if rank == 0:
-        write(case, recorder, run, numbers)
+        save(trajectory_of(case, recorder, run, numbers), case)
     dist.barrier()
     return outcome
 
@@ -189,19 +186,15 @@ def evaluated(events: list[Event], step: int) -> dict[str, float]:
     return {}
 
 
-def write(case: RunDir, recorder: Recorder, run: Run, attempts: list[int]) -> None:
-    tensors: dict[str, Tensor] = {}
-    for step, values in enumerate(recorder.gradients):
-        tensors |= {f"gradient.{step}.{n}": t.contiguous() for n, t in values.items()}
-    for step, values in enumerate(recorder.parameters):
-        tensors |= {f"parameter.{step}.{n}": t.contiguous() for n, t in values.items()}
-    save_file(tensors, case.trajectory_file)
+def trajectory_of(case: RunDir, recorder: Recorder, run: Run, attempts: list[int]) -> Trajectory:
+    """Return what is compared of a case; `attempts` are those that trained it."""
     found = [e for e in EventReader(case, ranks={0}).drain() if e.attempt in attempts]
     steps = [Step.of(event) for event in found if event.kind == Step.KIND]
-    facts = {
-        "losses": [step.loss for step in steps if step.loss is not None],
-        "evaluation": evaluated(found, run.step),
-        "optimizer_steps": run.optimizer.steps,
-        "frozen": sorted(run.sharded.parts.frozen),
-    }
-    Path(case.verification_file).write_text(json.dumps(facts), "utf-8")
+    return Trajectory(
+        losses=[step.loss for step in steps if step.loss is not None],
+        evaluation=evaluated(found, run.step),
+        gradients=recorder.gradients,
+        parameters=recorder.parameters,
+        optimizer_steps=run.optimizer.steps,
+        frozen=frozenset(run.sharded.parts.frozen),
+    )

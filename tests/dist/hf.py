@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples
-from colotrain.verify.reference import Trajectory
+from colotrain.verify.trajectory import Trajectory
 
 VOCAB, SEQ = 96, 12
 KINDS = ("llama", "gpt2")

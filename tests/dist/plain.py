@@ -27,7 +27,7 @@ from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance
 from colotrain.verify.masks import MaskedSamples
-from colotrain.verify.reference import Trajectory
+from colotrain.verify.trajectory import Trajectory
 from tests import families
 from tests.checkpoints import read_whole
 from tests.dist.hf import decays

@@ -14,8 +14,9 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult
-from colotrain.verify.reference import Trajectory, run_reference
+from colotrain.verify.reference import run_reference
 from colotrain.verify.runner import verify
+from colotrain.verify.trajectory import Trajectory
 from tests.dist.difficult import MODELS, make
 from tests.representatives import chosen, half_of_the_day, representatives
 from tests.running import Colotrain

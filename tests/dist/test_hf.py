@@ -18,7 +18,7 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import Tolerance
-from colotrain.verify.reference import Trajectory
+from colotrain.verify.trajectory import Trajectory
 from tests.checkpoints import read_whole
 from tests.dist import hf
 from tests.dist.conftest import Colotrain
