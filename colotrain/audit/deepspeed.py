@@ -24,14 +24,13 @@ def install(observer: Callable[[], Observer]) -> None:
         if seen.quiet:
             return original(self, *args, **kwargs)
         seen.window.step_calls += 1
-        access = _Access()
         with seen.guarded():
             if not seen.roots.all():
                 seen.roots.add(self)
             if seen.report is None:
                 seen.write(info(self))
             if self.is_gradient_accumulation_boundary():
-                seen.entering(self, gradient_of=access.gradient, value_of=access.value)
+                seen.entering(self, gradient_of=gradient_of, value_of=value_of)
         before = self.global_steps
         seen.quiet += 1  # the optimizer within steps on partitions
         try:
@@ -41,27 +40,24 @@ def install(observer: Callable[[], Observer]) -> None:
         if self.global_steps > before:
             with seen.guarded():
                 seen.window.engine_clip = clip_factor(self)
-                seen.stepped(self, value_of=access.value, own=basic_optimizer(self))
+                seen.stepped(self, value_of=value_of, own=basic_optimizer(self))
         return result
 
     engine_class.step = step
 
 
-class _Access:
-    """Whole gradients and weights by DeepSpeed's public functions, which all ranks must call."""
+def gradient_of(parameter: Any) -> Any:
+    """Return a whole gradient by DeepSpeed's public function, which all ranks must call."""
+    found = importlib.import_module("deepspeed.utils").safe_get_full_grad(parameter)
+    return parameter.grad if found is None else found
 
-    def __init__(self) -> None:
-        self.functions = importlib.import_module("deepspeed.utils")
 
-    def gradient(self, parameter: Any) -> Any:
-        found = self.functions.safe_get_full_grad(parameter)
-        return parameter.grad if found is None else found
-
-    def value(self, parameter: Any) -> Any:
-        found = self.functions.safe_get_full_fp32_param(parameter)
-        if found is None and not hasattr(parameter, "ds_id"):
-            found = parameter.detach()
-        return found
+def value_of(parameter: Any) -> Any:
+    """Return a whole weight by DeepSpeed's public function, which all ranks must call."""
+    found = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param(parameter)
+    if found is None and not hasattr(parameter, "ds_id"):
+        found = parameter.detach()
+    return found
 
 
 def clip_factor(engine: Any) -> float:
