@@ -139,9 +139,10 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Let healthy workers save first, where they restart because nodes join or leave."""
         if worker_group.state == WorkerState.HEALTHY:
-            orderly = self.rendezvous.is_orderly()
+            membership = self.rendezvous.membership
+            orderly = membership.is_orderly()
             grace_s = self.launch.plan.elastic.grace_s if orderly else LOST_GRACE_S
-            reason = self.rendezvous.regroup()
+            reason = membership.regroup()
             time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
             remote = self.launch.exits_elsewhere()
             self.launch.begin_attempt(self.launch.cause() if remote else reason)

@@ -160,14 +160,6 @@ class Rendezvous:
     def timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self.wait_s)
 
-    def regroup(self) -> str:
-        """Return why the workers must be restarted with other nodes; empty if they need not."""
-        return self.membership.regroup()
-
-    def is_orderly(self) -> bool:
-        """Whether the workers can save before they are restarted: no node was lost."""
-        return self.membership.is_orderly()
-
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, the run has failed and ends on every node."""
         if self.keeper is not None:
@@ -231,7 +223,7 @@ class Rendezvous:
                 return RendezvousInfo(PrefixStore("agents", store), rank, len(found.nodes), info)
 
             def num_nodes_waiting(self) -> int:
-                return int(bool(ours.regroup()))
+                return int(bool(ours.membership.regroup()))
 
             def is_closed(self) -> bool:
                 return False

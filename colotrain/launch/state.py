@@ -254,7 +254,7 @@ class Launch:
             return False
         deadline = time.monotonic() + REGROUP_S
         while time.monotonic() < deadline and self.was_stopped() is not False:
-            if rendezvous.regroup() and self.was_stopped():
+            if rendezvous.membership.regroup() and self.was_stopped():
                 return True
             time.sleep(POLL_S)
         return False
