@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Any
 
 from colotrain.events.event import READ_ONLY, WRITE_ONLY, EventKind, event_kind
+from colotrain.records import same_fields
 from colotrain.spec.exit_codes import signal_name
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.phases import Phase
@@ -258,8 +259,7 @@ class PeakMemory(EventKind):
     activations: int
 
     def breakdown(self) -> MemoryBreakdown:
-        found = {f.name: getattr(self, f.name, 0) for f in fields(MemoryBreakdown)}
-        return MemoryBreakdown(**found)
+        return MemoryBreakdown(**same_fields(self, MemoryBreakdown))
 
 
 @event_kind("device_memory")

@@ -13,6 +13,7 @@ from colotrain.events.machines import NodeLeft
 from colotrain.events.slow_ranks import FOR_STEPS, Slowness, slow_ranks
 from colotrain.events.view import RankView, RunView
 from colotrain.launch.node_registry import Leaving
+from colotrain.records import same_fields
 from colotrain.spec.axes import node_of, ranks_on
 from colotrain.spec.plan import RunPlan
 
@@ -133,13 +134,11 @@ def _longest_s(before: RankView, now: RankView) -> float:
 def _event(node: int, answer: Leaving, slow: _Slow, cause: str) -> NodeLeft:
     return NodeLeft(
         node=node,
-        host=answer.host,
         rank=slow.now.rank,
         cause=cause,
         seconds=slow.seconds,
         step=slow.now.step,
-        successor=answer.successor,
-        nodes=answer.nodes,
+        **same_fields(answer, NodeLeft),  # host, successor, and the nodes that are left
     )
 
 
