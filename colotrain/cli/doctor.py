@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from colotrain.cache_folder import cache_folder
 from colotrain.doctor import exchange, machine, network, nodes, storage
 from colotrain.doctor.finding import Environment, Finding, fail
-from colotrain.errors import UsageError, suggest
+from colotrain.errors import ConfigError, UsageError, suggest
+from colotrain.records import read
 from colotrain.rundir import RUNS
 from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.schedulers import DEFAULT, SCHEDULERS, is_on_every_node, job_here, job_id
@@ -79,8 +80,6 @@ def read_environment(overrides: list[str]) -> Environment:
     """Return a description of this machine, and of the other nodes from `cluster` settings."""
     from colotrain.config.checks import check_head, split_address
     from colotrain.config.schema_cluster import Cluster
-    from colotrain.errors import ConfigError
-    from colotrain.records import read
     from colotrain.runs.resolving import compose
 
     config, problems = compose(overrides, notices=[])

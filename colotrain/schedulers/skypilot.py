@@ -6,6 +6,7 @@ Each run has a cluster of its own, called as its job, which SkyPilot takes down 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -95,8 +96,6 @@ def _script(job: Job) -> str:
 
 def test(script: str, settings: SkyPilot) -> str:
     """Check that there is `sky`, and a value for each secret."""
-    import os
-
     commands.run(["sky", "--version"], label=LABEL, timeout_s=commands.SUBMIT_S)
     missing = [name for name in settings.secrets if name not in os.environ]
     if missing:
