@@ -17,11 +17,12 @@ from torch import Tensor
 
 from colotrain.addresses import LOOPBACK, listen
 from colotrain.engine.comms import exchange
-from colotrain.engine.parts.part_map import Part, PartMap
+from colotrain.engine.parts.part_map import PartMap
 from colotrain.engine.state.buddy import Buddy
 from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.memory_file import MemoryFile
+from colotrain.engine.state.shard_file import Piece
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.spec import axes
 from colotrain.spec.elastic import CopyPlaces, MemoryCopyPlan
@@ -161,22 +162,27 @@ def whole_state(step: int) -> dict[str, Tensor]:
     }
 
 
-def part_of(rank: int, world: int, step: int) -> tuple[dict[str, Tensor], dict[str, Part | None]]:
-    """What a rank holds of the state, and which part of the whole each tensor is."""
-    held: dict[str, Tensor] = {}
-    parts: dict[str, Part | None] = {}
+def piece_of(name: str, tensor: Tensor) -> Piece:
+    """A whole tensor, as the only rank has it."""
+    ranks = PartMap(ranks=axes.Ranks({axes.DP_SHARD: 1}), rank=0)
+    return Piece(part=ranks.part_of(name, tensor.shape, name, is_sharded=False), local=tensor)
+
+
+def pieces_of(rank: int, world: int, step: int) -> list[Piece]:
+    """What a rank holds of the state."""
+    pieces: list[Piece] = []
     ranks = PartMap(ranks=axes.Ranks({axes.DP_SHARD: world}), rank=rank)
     for name, whole in whole_state(step).items():
         part = ranks.part_of(name, whole.shape, name, is_sharded=whole.ndim >= 2)
         rows = -(-len(whole) // world) if whole.ndim >= 2 else 0
         first = min(rank * rows, len(whole)) if rows else 0
-        held[name] = whole[first : first + rows] if rows else whole
-        parts[name] = part if part.writes else None
-    held[(name := f"rng.{rank}")] = torch.tensor([rank, step])
-    return held, parts | {name: ranks.part_of(name, (2,), name, is_sharded=False)}
+        local = whole[first : first + rows] if rows else whole
+        pieces.append(Piece(part=part, local=local, lasts=True))
+    part = ranks.part_of((name := f"rng.{rank}"), (2,), name, is_sharded=False)
+    return [*pieces, Piece(part=replace(part, writes=True), local=torch.tensor([rank, step]))]
 
 
 def take(copies: MemoryCopies, step: int, started: float = 0.0) -> None:
     world = dist.get_world_size()
-    held, copies.parts = part_of(dist.get_rank(), world, step)
-    copies.take(held, replace(MANIFEST, step=step, world_size=world), started)
+    pieces = pieces_of(dist.get_rank(), world, step)
+    copies.take(pieces, replace(MANIFEST, step=step, world_size=world), started)

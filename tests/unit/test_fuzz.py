@@ -178,7 +178,7 @@ def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             parts_of_whole = [(part_of(n, t.shape, n, is_sharded=False), t) for n, t in whole]
             pieces += [Piece(part=part, local=t) for part, t in parts_of_whole]
         written = write_pieces(path / f"__{rank}_0.distcp", pieces)
-        parts.append(describe(pieces, written, f"__{rank}_0.distcp"))
+        parts.append(describe(pieces, written.starts, f"__{rank}_0.distcp"))
         files[f"__{rank}_0.distcp"] = FileEntry(bytes=written.num_bytes, xxh128=written.checksum)
     index = path / "index.json"
     index.write_text(json.dumps(join(parts)))

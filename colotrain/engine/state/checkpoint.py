@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from colotrain import generators
 from colotrain.engine.optim.schedule import rate_warning
-from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state import plain_state, sources
-from colotrain.engine.state.index import load, read_index
+from colotrain.engine.state.index import Index, load, read_index, with_own
 from colotrain.engine.state.manifest import (
     Manifest,
     check_batch,
@@ -38,10 +37,8 @@ from colotrain.engine.state.other_settings import (
     restore_evaluations,
 )
 from colotrain.engine.state.pieces import (
-    buffers_of,
-    copied_parts,
+    copied_pieces,
     held,
-    own_name,
     parts_of,
     pieces_of,
     tensors_of,
@@ -49,7 +46,7 @@ from colotrain.engine.state.pieces import (
 )
 from colotrain.engine.state.plain_state import PLAIN
 from colotrain.engine.state.run_state import Run
-from colotrain.engine.state.whole_copy import Copied, WholeCopy
+from colotrain.engine.state.whole_copy import Copied
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
@@ -122,10 +119,10 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
         state = held(run)
         if copies.parts.keys() != state.keys():
             began = time.perf_counter()
-            copies.parts = copied_parts(run, state)
+            copies.parts = parts_of(run, tensors_of(run, unchanged(run)))
             started += time.perf_counter() - began  # later copies take as long as one another
-        manifest, changing = manifest_of(run, progress_only=True), buffers_of(run, state)
-        copies.take(state, manifest, started, changing)
+        pieces = copied_pieces(run, state, copies.parts)
+        copies.take(pieces, manifest_of(run, progress_only=True), started)
     except (ColotrainError, OSError) as error:  # state that is no plain data, or too little memory
         copies.end(str(error))
         run.copies = None
@@ -209,13 +206,7 @@ def restore(run: Run, path: Path) -> None:
         for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
     try:
-        fill(
-            run,
-            path,
-            manifest,
-            index,
-            lambda wanted: load(wanted, parts_of(run, wanted), index),
-        )
+        fill(run, path, manifest, index)
     except OSError as error:
         raise ColotrainError(f"{path}: {error}", "see the run's logs") from error
     if is_own:
@@ -224,43 +215,22 @@ def restore(run: Run, path: Path) -> None:
         run.events.write(Resumed(step=run.step, path=str(path)))
 
 
-def restore_copy(run: Run, copied: Copied | WholeCopy) -> None:
-    """Read a copy of the state into `run`: this rank's own, or its parts of a whole.
-
-    All ranks must call.
-    """
-
-    def load_own(wanted: dict[str, Tensor]) -> None:
-        assert isinstance(copied, Copied)
-        copied.file.read_into({name: local_part(tensor) for name, tensor in wanted.items()})
-
-    def load_parts(wanted: dict[str, Tensor]) -> None:
-        assert isinstance(copied, WholeCopy)
-        load(wanted, parts_of(run, wanted), copied.index)
-
+def restore_copy(run: Run, copied: Copied) -> None:
+    """Read a copy of the state in memory into `run`. All ranks must call."""
     if run.rank == 0:
         for text in sources.warnings_of(run, copied.manifest, []):
             run.events.write(Note(text=f"warning: the copy in memory {text}"))
     whole = replace(copied.manifest, plan=to_plain(run.plan))
     whole = replace(whole, began_with=began_with(run) if whole.left_out else {})
-    how = load_own if isinstance(copied, Copied) else load_parts
-    fill(run, Path("memory"), whole, copied.sizes(), how)
-    dist.barrier()  # ranks may read one another's part of shared parameters
+    fill(run, Path("memory"), whole, copied.index)
     if run.rank == 0:
         run.events.write(Resumed(step=run.step, path="", in_memory=True))
 
 
-def fill(
-    run: Run,
-    path: Path,
-    manifest: Manifest,
-    stored: Mapping[str, Any],
-    load: Callable[[dict[str, Tensor]], None],
-) -> None:
-    """Set the whole state of `run`; `load` fills tensors of the names in `stored`.
-
-    All ranks must call. `path` stands in messages.
-    """
+def fill(run: Run, path: Path, manifest: Manifest, stored: Index) -> None:
+    """Set the whole state of `run`. All ranks must call. `path` stands in messages."""
+    if same_ranks := has_same_ranks(run, manifest):
+        stored = with_own(stored, run.rank)
     name = run.plan.optim.name
     same_optimizer = manifest.plan.get("optim", {}).get("name", name) == name
     _prepare_optimizer_(run, stored, same_optimizer=same_optimizer)
@@ -281,15 +251,8 @@ def fill(
         name.removeprefix("model.") for name in stored if name.startswith("model.")
     }
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
-    base, same_ranks = {}, has_same_ranks(run, manifest)
-    if same_ranks:
-        own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
-        base = {own_: name for name, own_ in own.items()}
-        sized = {o: plain_state.blank(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
-        wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
-    load(wanted)
-    loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
-    plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
+    load(wanted, parts_of(run, wanted), stored)
+    plain_state.restore(run, wanted, path, same_optimizer=same_optimizer)
     if same_ranks:
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}

@@ -15,7 +15,7 @@ from colotrain.engine.state.index import read_index
 from colotrain.engine.state.manifest import candidates, complete, damage, tidy, where_to_resume
 from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.run_state import Run
-from colotrain.engine.state.whole_copy import Copied, WholeCopy
+from colotrain.engine.state.whole_copy import Copied
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
@@ -29,7 +29,7 @@ class StartingPoint:
     """The state from which a run goes on: a copy in memory, a checkpoint, or none."""
 
     copies: MemoryCopies | None
-    copied: Copied | WholeCopy | None
+    copied: Copied | None
     resumed: Path | None
 
     @staticmethod
@@ -62,7 +62,7 @@ class StartingPoint:
         """
         stored: Iterable[str] = ()
         if self.copied is not None:
-            stored = self.copied.sizes()
+            stored = self.copied.index
         elif self.resumed is not None:
             stored = read_index(self.resumed)
         if plan.model.objective and teacher_of(plan.model, plan.train.precision) is None:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.comms import exchange
+from colotrain.engine.comms.raw_bytes import bytes_of
 from colotrain.engine.parts.part_map import Part, local_part
-from colotrain.engine.state.shard_file import Piece, Written
+from colotrain.engine.state.shard_file import Piece
 from colotrain.errors import ColotrainError, UsageError, fix_of
 from colotrain.rundir import open_inside, read_json
 
@@ -67,28 +68,37 @@ class Chunk:
     source: Source
     start: int
 
-    def read(self, dtype: torch.dtype, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a box of the tensor that is inside of this one; only its rows are read."""
-        row = math.prod(self.sizes[1:]) * dtype.itemsize
+    def read_into(self, target: Tensor, dtype: torch.dtype, begin: Sequence[int]) -> None:
+        """Fill `target`, a box inside of this one from `begin` on; only its rows are read."""
+        row, sizes = math.prod(self.sizes[1:]) * dtype.itemsize, target.shape
         first, rows = (begin[0] - self.begin[0], sizes[0]) if sizes else (0, 1)
+        start = self.start + first * row
+        is_alike = target.dtype == dtype and sizes[1:] == self.sizes[1:]
+        if is_alike and target.device.type == "cpu" and target.is_contiguous():
+            self.source.read_into(start, bytes_of(target))
+            return
         data = bytearray(rows * row)
-        self.source.read_into(self.start + first * row, memoryview(data))
+        self.source.read_into(start, memoryview(data))
         box = torch.frombuffer(data, dtype=dtype).view((rows, *self.sizes[1:]) if sizes else ())
         for axis in range(1, len(sizes)):
             box = box.narrow(axis, begin[axis] - self.begin[axis], sizes[axis])
-        return box
+        target.copy_(box)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A whole tensor, of which each number is in one of the chunks."""
+    """A tensor, and the chunks in which its numbers are."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
-    def read_into(self, target: Tensor, begin: Sequence[int]) -> None:
-        """Fill `target`, whose first number is that at `begin` of the whole."""
+    def read_into(self, target: Tensor, begin: Sequence[int]) -> int:
+        """Fill `target`, whose first number is that at `begin` of the whole.
+
+        Returns how many of its numbers are in the chunks.
+        """
+        num_read = 0
         for chunk in self.chunks:
             pairs = [*zip(begin, target.shape, chunk.begin, chunk.sizes, strict=True)]
             at = [max(a, b) for a, _, b, _ in pairs]
@@ -98,7 +108,9 @@ class Stored:
             into = target
             for axis, size in enumerate(sizes):
                 into = into.narrow(axis, at[axis] - begin[axis], size)
-            into.copy_(chunk.read(self.dtype, at, sizes))
+            chunk.read_into(into, self.dtype, at)
+            num_read += into.numel()
+        return num_read
 
     def read(self) -> Tensor:
         """Return the whole tensor."""
@@ -110,14 +122,25 @@ class Stored:
 Index = Mapping[str, Stored]
 
 
-def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]:
-    """Return the part of the index for what one rank wrote."""
-    pairs = zip(pieces, written.starts, strict=True)
-    return {p.part.name: entry_of(p.part, p.local, file=file, start=start) for p, start in pairs}
+def own_name(rank: int, name: str) -> str:
+    """Return the name of a tensor of this rank that differs from rank 0's (the plain name)."""
+    return f"rank.{rank}.{name}"
 
 
-def entry_of(part: Part, local: Tensor, *, file: str, start: int) -> dict[str, Any]:
-    """Return what the index says of a tensor of which this rank writes a part."""
+def with_own(index: Index, rank: int) -> Index:
+    """Return an index in which this rank's own tensors have the plain names, too."""
+    own = own_name(rank, "")
+    return {**index, **{n.removeprefix(own): t for n, t in index.items() if n.startswith(own)}}
+
+
+def describe(pieces: list[Piece], starts: Sequence[int], file: str) -> dict[str, Any]:
+    """Return the part of the index for `pieces` that begin at `starts` in a file."""
+    pairs = zip(pieces, starts, strict=True)
+    return {piece.part.name: _entry_of(piece, file=file, start=start) for piece, start in pairs}
+
+
+def _entry_of(piece: Piece, *, file: str, start: int) -> dict[str, Any]:
+    part, local = piece.part, piece.local
     sizes = list(local.shape)
     box = {"offsets": list(part.begin), "sizes": sizes}
     place = {"file": file, "start": start, "length": local.nbytes}
@@ -153,12 +176,19 @@ def read_index(folder: Path) -> Index:
         raise ColotrainError(f"{path}: not an index of a checkpoint ({what})", fix) from error
 
 
-def index_of(tensors: dict[str, Any], source_of: Callable[[str], Source]) -> Index:
+def index_of(
+    tensors: dict[str, Any], source_of: Callable[[str], Source], *, whole: bool = True
+) -> Index:
     """Return the index of the tensors that `join` described; `source_of` finds a file by its name.
 
-    Raises one of `INVALID` where a part is missing, or cannot be so.
+    Raises one of `INVALID` where a part cannot be so, or is missing and the tensors are `whole`.
     """
-    return {name: _read_entry(source_of, name, entry) for name, entry in tensors.items()}
+    index = {name: _read_entry(source_of, name, entry) for name, entry in tensors.items()}
+    for name, stored in index.items() if whole else ():
+        covered = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+        if covered != math.prod(stored.shape):
+            raise ValueError(f"{name}: {covered} of its {math.prod(stored.shape)} values are there")
+    return index
 
 
 def _read_entry(source_of: Callable[[str], Source], name: str, entry: dict[str, Any]) -> Stored:
@@ -180,9 +210,6 @@ def _read_entry(source_of: Callable[[str], Source], name: str, entry: dict[str, 
         if offsets in chunks:
             raise ValueError(f"{name}: a part of it is there twice")
         chunks[offsets] = Chunk(offsets, sizes, source, start)
-    covered = sum(math.prod(chunk.sizes) for chunk in chunks.values())
-    if covered != math.prod(shape):
-        raise ValueError(f"{name}: {covered} of its {math.prod(shape)} values are there")
     return Stored(dtype, shape, tuple(chunks.values()))
 
 
@@ -208,7 +235,10 @@ def load(tensors: Mapping[str, Tensor], parts: Mapping[str, Part], index: Index)
     problem = None
     try:
         for name, tensor in tensors.items():
-            index[name].read_into(local_part(tensor).detach(), parts[name].begin)
+            target = local_part(tensor).detach()
+            num_read = index[name].read_into(target, parts[name].begin)
+            if num_read != target.numel():
+                raise ValueError(f"{name}: {num_read} of {target.numel()} values are there")
     except Exception as error:  # whatever it is: the others wait for this rank
         problem = f"rank {dist.get_rank()}: {error}"
     for told in exchange.all_gather(problem):

@@ -15,10 +15,10 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,15 +33,16 @@ from colotrain.engine.offload.page_locked import page_locked
 from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import Buddy, RemoteLauncher
 from colotrain.engine.state.manifest import Manifest
-from colotrain.engine.state.memory_file import ALIGNMENT, FIRST, MemoryFile
+from colotrain.engine.state.memory_file import FIRST, MemoryFile
+from colotrain.engine.state.shard_file import ALIGNMENT, Piece
 from colotrain.engine.state.whole_copy import (
     Copied,
     Key,
-    WholeCopy,
-    describe,
+    RankCopy,
     join_copies,
     key_of,
     look,
+    names_to_join,
 )
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
@@ -87,8 +88,8 @@ class MemoryCopies:
     """Copies with smaller numbers are void: those that other launchers have, too."""
     taken: int = 0
     """Number of copies that this attempt has made."""
-    parts: dict[str, Part | None] = field(default_factory=dict)
-    """Which part of the whole each tensor of the newest copy is."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """Which part of the whole each tensor of the newest copy is, by its name."""
     step: int = 0
     """Step of the newest copy, or from which this attempt began."""
     every: int = 1
@@ -138,7 +139,7 @@ class MemoryCopies:
             copies._tell_of_buddy()
         return copies
 
-    def choose(self) -> Copied | WholeCopy | None:
+    def choose(self) -> Copied | None:
         """Return the newest copy that every rank has whole. All ranks must call."""
         memory = look(self.places, self.local_rank, self._ranks_here)
         mine = self._own_copies()
@@ -154,8 +155,8 @@ class MemoryCopies:
         for key in sorted(ranks_of, reverse=True):
             if key.number < self.valid_from:
                 break
-            if all(key in own for own in everyone) and self._all_intact(mine[key]):
-                return mine[key]
+            if all(key in own for own in everyone) and (copied := mine[key].open()) is not None:
+                return copied
             if ranks_of[key] == set(range(key.world_size)):
                 whole = join_copies(key, memory, partial(self._pass_over, key), self.readers)
                 if whole is not None:
@@ -166,27 +167,20 @@ class MemoryCopies:
         text = f"warning: rank {dist.get_rank()}: copies of step {key.step} cannot be read: {why}"
         self.events.write(Note(text=text))
 
-    def _all_intact(self, copy: Copied) -> bool:
-        bad = torch.tensor(float(not copy.is_intact()))
-        dist.all_reduce(bad)
-        return bad.item() == 0
-
     @property
     def _ranks_here(self) -> int:
         return self.plan.cluster.procs_per_node
 
-    def _own_copies(self) -> dict[Key, Copied]:
+    def _own_copies(self) -> dict[Key, RankCopy]:
         """Return what is in this rank's files, if this rank made it."""
         here, found = [dist.get_rank(), dist.get_world_size()], {}
         for file in self.files:
             about = file.read()
             if about and about.get("rank") == here and (key := key_of(about)) is not None:
-                found[key] = Copied(key=key, file=file, about=about)
+                found[key] = RankCopy(key=key, file=file, about=about)
         return found
 
-    def begin(
-        self, copied: Copied | WholeCopy | None, step: int, device: torch.device | None = None
-    ) -> None:
+    def begin(self, copied: Copied | None, step: int, device: torch.device | None = None) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void.
 
         On a GPU, which `device` is then, copies are made beside the gradients.
@@ -219,7 +213,7 @@ class MemoryCopies:
         for file in self.files:
             file.clear()
             with suppress(OSError):  # memory is short
-                file.write({}, {"number": self.number, "valid_from": self.valid_from})
+                file.write([], {"number": self.number, "valid_from": self.valid_from})
 
     def is_due(self, step: int) -> bool:
         return self.step < 0 or step - self.step >= self.every
@@ -232,35 +226,29 @@ class MemoryCopies:
             self.cost = now if self.cost is None else self.cost + SMOOTHING * (now - self.cost)
             self.every = max(1, math.ceil(self.cost / share))
 
-    def take(
-        self,
-        tensors: Mapping[str, Tensor],
-        manifest: Manifest,
-        started: float,
-        changing: Collection[str] = (),
-    ) -> None:
-        """Copy the state, of which `parts` tells the places; `OSError` where memory is short.
+    def take(self, pieces: list[Piece], manifest: Manifest, started: float) -> None:
+        """Copy all that this rank holds of the state; `OSError` where memory is short.
 
-        `started` is when this copy began, by the performance counter; `changing` are names of what
-        a forward changes. On a GPU the copy is whole only after `finish`.
+        `started` is when this copy began, by the performance counter. On a GPU the copy is whole
+        only after `finish`.
         """
         self.finish()
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        num_bytes, rank = sum(piece.local.nbytes for piece in pieces), dist.get_rank()
         started += self._reserve(FIRST + num_bytes + ABOUT_BYTES)
         about = {
             "number": self.number + 1,
             "valid_from": self.valid_from,
             "attempt": self.attempt,
-            "rank": [(rank := dist.get_rank()), dist.get_world_size()],
+            "rank": [rank, dist.get_world_size()],
             "manifest": to_plain(manifest),
-            "tensors": describe(self.parts, tensors, rank),
+            "joined": names_to_join(pieces, rank),
         }
         write = partial(self._write, self.files[0], about, beside=self.valid)
         if self.beside is None:
-            write(dict(tensors))
+            write(pieces)
             self._tell_of_buddy()
         else:
-            started += self.beside.begin(tensors, changing, write)
+            started += self.beside.begin(pieces, write)
         self.files.reverse()
         self.valid = self.number + 1
         self.number, self.step, self.taken = self.number + 1, manifest.step, self.taken + 1
@@ -281,10 +269,10 @@ class MemoryCopies:
             self._tell_of_buddy()
 
     def _write(
-        self, file: MemoryFile, about: dict[str, Any], tensors: dict[str, Tensor], *, beside: int
+        self, file: MemoryFile, about: dict[str, Any], pieces: list[Piece], *, beside: int
     ) -> None:
         """Write a copy and send it to the buddy, whose error is told later: this is a thread."""
-        file.write(tensors, about)
+        file.write(pieces, about, name=str(about["rank"][0]))
         if self.buddy is not None and time.monotonic() >= self.buddy_from:
             self._try_buddy(partial(self.buddy.send, file, about["number"], beside=beside))
 
@@ -373,32 +361,26 @@ class BesideGradients:
         self.stream = torch.cuda.Stream(device)
         self.memory: Tensor | None = None
         self._thread = ThreadPoolExecutor(1, "memory-copy")
-        self._held: list[Tensor] = []
+        self._held: list[Piece] = []
         """What is being copied, which must stay until it has been."""
         self._pending: Future[None] | None = None
 
-    def begin(
-        self,
-        tensors: Mapping[str, Tensor],
-        changing: Collection[str],
-        write: Callable[[dict[str, Tensor]], None],
-    ) -> float:
+    def begin(self, pieces: list[Piece], write: Callable[[list[Piece]], None]) -> float:
         """Queue the copies; `write` gets them on the thread when they are there.
 
-        `changing` are names of tensors that a forward changes. Returns the seconds that locking
-        memory took, which the first copy alone does.
+        Returns the seconds that locking memory took, which the first copy alone does.
         """
         began = time.perf_counter()
-        end = sum(_room(tensor) for tensor in tensors.values())
+        end = sum(_room(piece.local) for piece in pieces)
         if self.memory is None or self.memory.numel() < end:
             self.memory = page_locked(end)
         locking_s = time.perf_counter() - began
-        given = {n: t.clone() if n in changing else t for n, t in tensors.items()}
+        given = [p if p.lasts else replace(p, local=p.local.clone()) for p in pieces]
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             on_host = self._to_host(given)
             there = self.stream.record_event()
-        self._held = list(given.values())
+        self._held = given
 
         def write_when_there() -> None:
             there.synchronize()
@@ -417,15 +399,15 @@ class BesideGradients:
         finally:
             self._held = []
 
-    def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _to_host(self, pieces: list[Piece]) -> list[Piece]:
         """Queue the copies into one block of memory; what is on the host stays where it is."""
         assert self.memory is not None
-        found, start = dict(tensors), 0
-        for name, tensor in tensors.items():
-            if tensor.device.type != "cpu":
+        found, start = list(pieces), 0
+        for index, piece in enumerate(pieces):
+            if (tensor := piece.local).device.type != "cpu":
                 there = self.memory[start : start + tensor.nbytes]
-                found[name] = there.view(tensor.dtype).view(tensor.shape)
-                found[name].copy_(tensor, non_blocking=True)
+                there = there.view(tensor.dtype).view(tensor.shape)
+                found[index] = replace(piece, local=there.copy_(tensor, non_blocking=True))
                 start += _room(tensor)
         return found
 

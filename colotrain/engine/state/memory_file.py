@@ -12,22 +12,21 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
 
-from colotrain.engine.comms.raw_bytes import bytes_of
+from colotrain.engine.state.index import describe
+from colotrain.engine.state.shard_file import Layout, Piece, PieceLock, windows_of
 
 SEAL = struct.Struct("<8sqq16s")
 """Magic bytes, position and length of the description, and its checksum (128-bit XXH3)."""
 MAGIC = b"colocopy"
 NO_SEAL = bytes(SEAL.size)
 FIRST = 4096
-"""Position of the first tensor."""
-ALIGNMENT = 64
+"""Position of the first piece."""
 WINDOW_BYTES = 1 << 20
 """Bytes that are summed and written while they are in the processor's cache."""
 
@@ -36,6 +35,7 @@ class MemoryFile:
     """A file of `path`, such as /proc/PID/fd/N of the launcher. Raises `OSError` as files do."""
 
     def __init__(self, path: str) -> None:
+        self.path = Path(path)
         self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.num_bytes = os.fstat(self.handle).st_size
         """Bytes that the file has memory for."""
@@ -50,30 +50,38 @@ class MemoryFile:
         """Make the content unreadable."""
         os.pwrite(self.handle, NO_SEAL, 0)
 
-    def write(self, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
-        """Replace the content. `about` is plain data, and returned by `read`."""
+    def write(self, pieces: list[Piece], about: dict[str, Any], *, name: str = "") -> None:
+        """Replace the content by `pieces` on the host, and by `about`, which is plain data.
+
+        `name` is the file's in the description of the pieces, which `read` returns, too.
+        """
         self.clear()
-        output, places = _Output(self.handle), places_of(tensors)
-        for name, tensor in tensors.items():
-            output.add(memoryview(bytes(places[name][0] - output.end)))
-            output.add(bytes_of(tensor.cpu()))
-        output.flush()
-        summed, at = output.summed.hexdigest(), output.end
-        document = {"about": about, "tensors": places, "end": at, "xxh128": summed}
+        layout, summed, at = Layout.of(pieces), xxhash.xxh3_128(), FIRST
+        end = FIRST + layout.num_bytes
+        windows = windows_of(pieces, layout, PieceLock(), buffer_bytes=WINDOW_BYTES)
+        with closing(windows):
+            for window in windows:
+                for start in range(0, len(window), WINDOW_BYTES):
+                    data = window[start : start + WINDOW_BYTES][: end - at]
+                    summed.update(data)
+                    _write_all(self.handle, data, at)
+                    at += len(data)
+        starts = [FIRST + start for start in layout.starts]
+        about = about | {"tensors": describe(pieces, starts, name)}
+        document = {"about": about, "end": end, "xxh128": summed.hexdigest()}
         text = json.dumps(document, separators=(",", ":")).encode()
-        _write_all(self.handle, memoryview(text), at)
-        self.num_bytes = max(self.num_bytes, at + len(text))
+        _write_all(self.handle, memoryview(text), end)
+        self.num_bytes = max(self.num_bytes, end + len(text))
         sealed = xxhash.xxh3_128_digest(text)
-        _write_all(self.handle, memoryview(SEAL.pack(MAGIC, at, len(text), sealed)), 0)
+        _write_all(self.handle, memoryview(SEAL.pack(MAGIC, end, len(text), sealed)), 0)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the `about` of the content; None where there is none, or none that is whole."""
+        """Return the `about` of the content; None where there is none, or none that is whole.
+
+        Beside what was given to `write` it has `tensors`, by which `index_of` finds the pieces.
+        """
         found = self._document()
         return found["about"] if found else None
-
-    def sizes(self) -> dict[str, int]:
-        """Return the names of the tensors, and their bytes."""
-        return {name: size for name, (_, size) in self.places().items()}
 
     def end(self) -> int:
         """Return the bytes of the file that the content takes; 0 where there is none."""
@@ -90,24 +98,6 @@ class MemoryFile:
             summed.update(os.pread(self.handle, min(WINDOW_BYTES, document["end"] - at), at))
         return bool(summed.hexdigest() == document["xxh128"])
 
-    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors with the bytes of their names, all of which the content must have."""
-        places = self.places()
-        for name, tensor in tensors.items():
-            start, num_bytes = places[name]
-            if num_bytes != tensor.nbytes:
-                raise ValueError(f"{name}: {num_bytes} bytes instead of {tensor.nbytes}")
-            direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-            filled = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-            _read_all(self.handle, bytes_of(filled), start)
-            if not direct:
-                tensor.copy_(filled)
-
-    def places(self) -> dict[str, tuple[int, int]]:
-        """Return the names of the tensors, and where each begins and its bytes."""
-        document = self._document()
-        return document["tensors"] if document else {}
-
     def _document(self) -> dict[str, Any] | None:
         magic, at, length, sealed = SEAL.unpack(os.pread(self.handle, SEAL.size, 0) or NO_SEAL)
         if magic != MAGIC:
@@ -119,54 +109,7 @@ class MemoryFile:
         return document
 
 
-def places_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return where a copy of each of these tensors begins in a file, and its bytes."""
-    places, end = {}, FIRST
-    for name, tensor in tensors.items():
-        start = end + -end % ALIGNMENT
-        places[name], end = (start, tensor.nbytes), start + tensor.nbytes
-    return places
-
-
-class _Output:
-    """Writes the tensors one after the other: small ones together, large ones by windows."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle, self.written_to, self.summed = handle, FIRST, xxhash.xxh3_128()
-        self.small = bytearray()
-
-    @property
-    def end(self) -> int:
-        return self.written_to + len(self.small)
-
-    def add(self, data: memoryview) -> None:
-        if len(self.small) + len(data) > WINDOW_BYTES:
-            self.flush()
-        if len(data) < WINDOW_BYTES:
-            self.small += data
-            return
-        for start in range(0, len(data), WINDOW_BYTES):
-            self._write(data[start : start + WINDOW_BYTES])
-
-    def flush(self) -> None:
-        small, self.small = self.small, bytearray()
-        self._write(memoryview(small))
-
-    def _write(self, data: memoryview) -> None:
-        self.summed.update(data)
-        _write_all(self.handle, data, self.written_to)
-        self.written_to += len(data)
-
-
 def _write_all(handle: int, data: memoryview, at: int) -> None:
     while data:
         done = os.pwrite(handle, data, at)
-        data, at = data[done:], at + done
-
-
-def _read_all(handle: int, data: memoryview, at: int) -> None:
-    while data:
-        done = os.preadv(handle, [data], at)
-        if not done:
-            raise EOFError(f"a copy in memory ends at byte {at}")
         data, at = data[done:], at + done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,14 @@ from colotrain.engine.model.freezing import unfrozen_later
 from colotrain.engine.parts.part_map import Part, local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
 from colotrain.engine.state import plain_state
+from colotrain.engine.state.index import own_name
 from colotrain.engine.state.plain_state import PLAIN
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.state.shard_file import Piece
 from colotrain.torch_internals import is_persistent
+
+OWN = ("rng.", "rank.")
+"""Beginnings of the names of tensors that one rank alone has: generators, differing buffers."""
 
 
 def pieces_of(run: Run) -> list[Piece]:
@@ -27,46 +32,46 @@ def pieces_of(run: Run) -> list[Piece]:
     One rank, chosen by name, writes what several ranks hold alike. All ranks must call.
     """
     tensors = tensors_of(run, unchanged(run))
-    differing = _differing_buffers(run, tensors)
-    own = [
-        Piece(part=part, local=differing[name]) for name, part in parts_of(run, differing).items()
-    ]
-    return [*own, *written_here(run, tensors)]
-
-
-def written_here(run: Run, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the pieces of `tensors` that this rank writes, without buffers that differ."""
     trained, buffers = {f"model.{n}" for n in run.optimizer.shards}, buffers_of(run, tensors)
+    tensors = _differing_buffers(run, tensors) | tensors
     return [
         Piece(
             part=part,
             local=local_part(tensors[name]),
             must_be_finite=name in trained or name.startswith("optim."),
-            lasts=name not in buffers and not name.startswith("rng."),
+            lasts=name not in buffers and not name.startswith(OWN),
         )
         for name, part in parts_of(run, tensors).items()
-        if part.writes or name.startswith("rng.")
+        if part.writes
+    ]
+
+
+def copied_pieces(run: Run, state: Mapping[str, Tensor], parts: Mapping[str, Part]) -> list[Piece]:
+    """Return all that this rank holds: `state`, as `held` returns it, and the parts that it is."""
+    buffers = buffers_of(run, state)
+    return [
+        Piece(part=parts[n], local=t, lasts=n not in buffers and not n.startswith(OWN))
+        for n, t in state.items()
     ]
 
 
 def parts_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Return the part of a whole tensor that each tensor of the state is, by its name there."""
-    parts = run.sharded.parts
-    return {
-        name: parts.part_of(name, t.shape, parameter_in(name), is_sharded=isinstance(t, DTensor))
-        for name, t in tensors.items()
-    }
+
+    def part_of(name: str, tensor: Tensor) -> Part:
+        is_sharded = isinstance(tensor, DTensor)
+        part = run.sharded.parts.part_of(
+            name, tensor.shape, parameter_in(name), is_sharded=is_sharded
+        )
+        return replace(part, writes=True) if name.startswith(OWN) else part
+
+    return {name: part_of(name, tensor) for name, tensor in tensors.items()}
 
 
 def parameter_in(name: str) -> str:
     """Return the parameter (or buffer) that the tensor `name` is, or is the optimizer state of."""
     kind, _, rest = name.removeprefix(PLAIN).partition(".")
     return rest.rpartition(".")[0] if kind == "optim" else rest
-
-
-def own_name(run: Run, name: str) -> str:
-    """Return the name of a tensor of this rank that differs from rank 0's (the plain name)."""
-    return f"rank.{run.rank}.{name}"
 
 
 def buffers_of(run: Run, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -88,7 +93,7 @@ def _differing_buffers(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     of_first = mine.clone()
     dist.broadcast(of_first, 0)
     differs = [a != b for a, b in zip(mine.tolist(), of_first.tolist(), strict=True)]
-    return {own_name(run, n): tensors[n] for n, d in zip(names, differs, strict=True) if d}
+    return {own_name(run.rank, n): tensors[n] for n, d in zip(names, differs, strict=True) if d}
 
 
 def tensors_of(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
@@ -117,19 +122,6 @@ def _flat(
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
     state |= plain_state.encoded(run)
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
-
-
-def copied_parts(run: Run, state: Mapping[str, Tensor]) -> dict[str, Part | None]:
-    """Return which part of the whole each tensor of `held` is; None where another rank tells it.
-
-    Buffers are told by every rank, as this rank's own.
-    """
-    tensors = tensors_of(run, unchanged(run))
-    found: dict[str, Part | None] = dict.fromkeys(state)
-    names = buffers_of(run, tensors)
-    own = parts_of(run, {own_name(run, name): tensors[name] for name in names})
-    found |= {name: own[own_name(run, name)] for name in names}
-    return found | {piece.part.name: piece.part for piece in written_here(run, tensors)}
 
 
 def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:

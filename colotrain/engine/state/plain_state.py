@@ -11,7 +11,7 @@ import base64
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
 from colotrain.engine.comms.raw_bytes import bytes_of
+from colotrain.engine.state.index import Index
 from colotrain.engine.state.run_state import Run
 from colotrain.errors import ColotrainError
 
@@ -82,14 +83,13 @@ def _cannot_be_saved(run: Run, name: str, error: TypeError) -> ColotrainError:
     )
 
 
-def as_stored(stored: Mapping[str, Any]) -> dict[str, Tensor]:
+def as_stored(stored: Index) -> dict[str, Tensor]:
     """Return tensors to read plain data into; their lengths are the checkpoint's."""
-    return {name: blank(entry) for name, entry in stored.items() if name.startswith(PLAIN)}
-
-
-def blank(entry: Any) -> Tensor:
-    """Return memory for the bytes of an entry of an index, or of so many bytes."""
-    return torch.empty(getattr(entry, "shape", entry), dtype=torch.uint8)
+    return {
+        name: torch.empty(entry.shape, dtype=torch.uint8)
+        for name, entry in stored.items()
+        if name.startswith(PLAIN)
+    }
 
 
 def restore(run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool) -> None:

@@ -130,8 +130,9 @@ class Save:
             file, self.pieces, layout=self.layout, lock=self.lock, report=lambda _: beat()
         )
         entry = {"bytes": written.num_bytes, "xxh128": written.checksum}
-        part = {"files": {file.name: entry}, "tensors": describe(self.pieces, written, file.name)}
-        write_atomically(self._part(rank), json.dumps(part))
+        tensors = describe(self.pieces, written.starts, file.name)
+        text = json.dumps({"files": {file.name: entry}, "tensors": tensors})
+        write_atomically(self._part(rank), text)
 
     def _first_error(self, notes: Notes, beat: Callable[[], None]) -> str | None:
         """Wait for the outcome of every rank; returns the first error."""

@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint as a file: the bytes of its tensors, one after the other.
+"""One rank's part of the state as a file: the bytes of its tensors, one after the other.
 
-Writes bypass the page cache where the file system allows it (O_DIRECT): this costs a sixth of the
-processor time, and training's memory is not displaced.
+Writes to a disk bypass the page cache where the file system allows it (O_DIRECT): this costs a
+sixth of the processor time, and training's memory is not displaced.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def write_pieces(
     layout, lock = layout or Layout.of(pieces), lock or PieceLock()
     checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
     try:
-        with closing(_windows(pieces, layout, lock)) as windows:  # on error it may hold the lock
+        with closing(windows_of(pieces, layout, lock)) as windows:  # on error it may hold the lock
             for window in windows:
                 inside = window[: layout.num_bytes - done]
                 checksum.update(inside)
@@ -156,9 +156,11 @@ def write_pieces(
     return Written(starts=layout.starts, num_bytes=layout.num_bytes, checksum=checksum.hexdigest())
 
 
-def _windows(pieces: list[Piece], layout: Layout, lock: PieceLock) -> Generator[memoryview]:
+def windows_of(
+    pieces: list[Piece], layout: Layout, lock: PieceLock, *, buffer_bytes: int = BUFFER_BYTES
+) -> Generator[memoryview]:
     """Yield the file's content in whole blocks, page-aligned; each is valid until the next."""
-    buffer = mmap.mmap(-1, BUFFER_BYTES)
+    buffer = mmap.mmap(-1, buffer_bytes)
     with memoryview(buffer) as view, closing(_parts(pieces, layout, lock)) as parts:
         filled = 0
         for part in parts:
@@ -169,10 +171,10 @@ def _windows(pieces: list[Piece], layout: Layout, lock: PieceLock) -> Generator[
                 yield part
                 continue
             while part:
-                taken = part[: BUFFER_BYTES - filled]
+                taken = part[: buffer_bytes - filled]
                 view[filled : filled + len(taken)] = taken
                 part, filled = part[len(taken) :], filled + len(taken)
-                if filled == BUFFER_BYTES:
+                if filled == buffer_bytes:
                     yield view
                     filled = 0
         if filled:

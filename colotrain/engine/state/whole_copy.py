@@ -6,7 +6,7 @@ copies in its own launcher's memory; those of other launchers it reads over a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from colotrain.engine.comms import exchange
-from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import RemoteFile, RemoteLauncher
 from colotrain.engine.state.index import (
     INVALID,
     FileSource,
     Index,
     Source,
-    entry_of,
     index_of,
     join,
+    own_name,
 )
 from colotrain.engine.state.manifest import Manifest
-from colotrain.engine.state.memory_file import MemoryFile, places_of
+from colotrain.engine.state.memory_file import MemoryFile
+from colotrain.engine.state.shard_file import Piece
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import CopyPlaces
@@ -46,24 +45,23 @@ class Key(NamedTuple):
     """Random text of the attempt that made it."""
 
 
-def describe(
-    parts: Mapping[str, Part | None], held: Mapping[str, Tensor], rank: int
-) -> dict[str, Any]:
-    """Return the part of the index (`index.join`) for a copy of `held`; its file is the rank's.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """The state after a step in memory: in this rank's own copy, or in those of all ranks."""
 
-    `parts` are the parts by their names in `held`; None: another rank adds the same.
-    """
-    places = places_of(held)
-    return {
-        part.name: entry_of(part, held[name], file=str(rank), start=places[name][0])
-        for name, part in parts.items()
-        if part is not None
-    }
+    key: Key
+    manifest: Manifest
+    index: Index
+    """Where the tensors are; in a rank's own copy, the parts that it had."""
+
+    @property
+    def step(self) -> int:
+        return self.key.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """A copy in the memory of this rank's launcher, which this rank may have made itself."""
+class RankCopy:
+    """The copy of one rank, in the memory of this rank's launcher."""
 
     key: Key
     file: MemoryFile
@@ -76,23 +74,44 @@ class Copied:
         """Rank that made it."""
         return int(self.about["rank"][0])
 
-    @property
-    def manifest(self) -> Manifest:
-        """What it tells of the run; `ConfigError` where other code wrote it."""
-        return from_plain(Manifest, self.about["manifest"])
+    def open(self) -> Copied | None:
+        """Return the state, as far as the rank had it; None on all ranks where one has it damaged.
 
-    @property
-    def step(self) -> int:
-        return self.key.step
+        All ranks must call, each for its own copy.
+        """
+        copied = None
+        with suppress(ConfigError, *INVALID):
+            if self.file.is_intact():
+                source, tensors = FileSource(self.file.path), self.about["tensors"]
+                copied = Copied(
+                    key=self.key,
+                    manifest=from_plain(Manifest, self.about["manifest"]),
+                    index=index_of(tensors, lambda _: source, whole=False),
+                )
+        return _agreed(copied)
 
-    def is_intact(self) -> bool:
-        """Whether all of it can be read, by its checksum."""
-        with suppress(ConfigError):
-            return bool(self.manifest) and self.file.is_intact()
-        return False
+    def joined(self) -> dict[str, Any]:
+        """Return what it adds to the index of the whole: each number comes from one rank."""
+        return {name: self.about["tensors"][key] for name, key in self.about["joined"].items()}
 
-    def sizes(self) -> dict[str, int]:
-        return self.file.sizes()
+
+def _agreed(copied: Copied | None) -> Copied | None:
+    """Return the state where every rank has found it, else None. All ranks must call."""
+    missing = torch.tensor(float(copied is None))
+    dist.all_reduce(missing)
+    return copied if missing.item() == 0 else None
+
+
+def names_to_join(pieces: Sequence[Piece], rank: int) -> dict[str, str]:
+    """Return the names in the whole for those pieces of a rank's copy that no other rank adds.
+
+    Buffers and plain state may differ between ranks: each adds its own.
+    """
+    return {
+        (p.part.name if p.part.writes else own_name(rank, p.part.name)): p.part.name
+        for p in pieces
+        if p.part.writes or not p.lasts
+    }
 
 
 def key_of(about: dict[str, Any]) -> Key | None:
@@ -108,7 +127,7 @@ class Memory:
     """This rank's share of the files in its launcher's memory."""
 
     places: CopyPlaces
-    copies: list[Copied]
+    copies: list[RankCopy]
     newest: int
     """Number of the newest copy in these files, be it void."""
     valid_from: int
@@ -126,25 +145,8 @@ def look(places: CopyPlaces, share: int, shares: int) -> Memory:
             newest = max(newest, about["number"])
             valid_from = max(valid_from, about["valid_from"])
             if (key := key_of(about)) is not None:
-                copies.append(Copied(key=key, file=file, handle=handle, about=about))
+                copies.append(RankCopy(key=key, file=file, handle=handle, about=about))
     return Memory(places=places, copies=copies, newest=newest, valid_from=valid_from)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeCopy:
-    """The state after a step, in copies of all ranks that there were then."""
-
-    key: Key
-    manifest: Manifest
-    index: Index
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    def sizes(self) -> Mapping[str, Any]:
-        """Return the tensors' names, with their descriptions."""
-        return self.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class _Holder:
 
 def join_copies(
     key: Key, memory: Memory, tell: Callable[[str], None], readers: ExitStack
-) -> WholeCopy | None:
+) -> Copied | None:
     """Return the whole that the copies with this key are, if every one is somewhere and intact.
 
     All ranks must call, each with its share of its launcher's files. `tell` is called with why
@@ -174,7 +176,7 @@ def join_copies(
             launcher=memory.places.own,
             handle=copy.handle,
             num_bytes=copy.file.end(),
-            index=copy.about["tensors"],
+            index=copy.joined(),
             manifest=copy.about["manifest"],
         )
         for copy in memory.copies
@@ -188,16 +190,14 @@ def join_copies(
         try:
             sources = open_sources(memory.places, holders, readers)
             parts = [holder.index for holder in holders]
-            whole = WholeCopy(
+            whole = Copied(
                 key=key,
                 manifest=from_plain(Manifest, holders[0].manifest),
                 index=index_of(join(parts)["tensors"], sources.__getitem__),
             )
         except (ConfigError, *INVALID) as error:
             tell(f"{type(error).__name__}: {error}")
-    unread = torch.tensor(float(whole is None))
-    dist.all_reduce(unread)
-    return whole if unread.item() == 0 else None
+    return _agreed(whole)
 
 
 def choose_holders(own: str, told: Iterable[_Holder]) -> list[_Holder]:

@@ -149,3 +149,15 @@ def test_no_rank_goes_on_where_one_cannot_read(monkeypatch: pytest.MonkeyPatch) 
         return str(caught.value)
 
     assert ranks.run(2, one) == ["rank 1: is gone"] * 2
+
+
+def test_no_rank_goes_on_with_numbers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, parts = Ranks(monkeypatch), PartMap(ranks=axes.Ranks({axes.DP_SHARD: 1}), rank=0)
+    part = parts.part_of("model.t", (4,), "t", is_sharded=False)
+    kept = stored(torch.arange(4.0), (slice(1, 4),))  # as another rank's own copy has
+
+    def one(_: int) -> None:
+        index.load({"model.t": torch.zeros(4)}, {"model.t": part}, {"model.t": kept})
+
+    with pytest.raises(OSError, match=r"rank 0: model\.t: 3 of 4 values are there"):
+        ranks.run(1, one)

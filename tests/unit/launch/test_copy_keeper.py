@@ -15,6 +15,7 @@ from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch import copy_keeper
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.spec.elastic import COPY_SERVICE
+from tests.copies import piece_of
 
 RANK = 5
 
@@ -34,7 +35,7 @@ def link_to(keeper: CopyKeeper, secret: str = "secret", rank: int = RANK) -> Bud
 def write(handle: int, number: int) -> MemoryFile:
     """A copy of more than one window."""
     file = file_of(handle)
-    file.write({"t": torch.full((700_001,), float(number))}, {"number": number})
+    file.write([piece_of("t", torch.full((700_001,), float(number)))], {"number": number})
     return file
 
 
@@ -56,11 +57,14 @@ def test_the_two_newest_copies_are_kept_and_read_from_anywhere(
     write(handles[1], 7)
     reader = RemoteLauncher(address(keeper), secret="secret")
     for handle in (*keeper.handles(), handles[1]):
-        start, length = file_of(handle).places()["t"]
+        about = file_of(handle).read()
+        assert about is not None
+        (chunk,) = about["tensors"]["t"]["chunks"]
+        start, length = chunk["start"], chunk["length"]
         tensor = torch.zeros(700_001)
         middle = bytes_of(tensor)[1000 : length - 1000]
         reader.read_into(handle, start + 1000, middle)
-        assert tensor[250:-250].eq(file_of(handle).read()["number"]).all()  # type: ignore[index]
+        assert tensor[250:-250].eq(about["number"]).all()
         assert tensor[:250].eq(0).all()
         assert tensor[-250:].eq(0).all()
 

@@ -21,6 +21,7 @@ from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership
 from colotrain.launch.node_registry import NodeInfo
+from tests.copies import piece_of
 from tests.relay import Relay, peak_kib
 
 WEIGHTS = b"of the weights:"
@@ -46,7 +47,7 @@ time.sleep(600)
 def copy(handle: int, number: int) -> MemoryFile:
     file = MemoryFile(f"/proc/{os.getpid()}/fd/{handle}")
     data = torch.frombuffer(bytearray(WEIGHTS * 5000), dtype=torch.uint8)
-    file.write({"t": data}, {"number": number})
+    file.write([piece_of("t", data)], {"number": number})
     return file
 
 
@@ -63,11 +64,13 @@ def test_who_passes_on_what_is_said_reads_no_copy_that_is_sent(
 def test_who_passes_on_what_is_said_reads_no_copy_that_is_asked_for(
     keeper: CopyKeeper, handles: list[int]
 ) -> None:
-    start, length = copy(handles[1], 1).places()["t"]
+    about = copy(handles[1], 1).read()
+    assert about is not None
+    (chunk,) = about["tensors"]["t"]["chunks"]
     relay = Relay(("127.0.0.1", keeper.port))
     link = RemoteLauncher(relay.address, secret="secret")
     with contextlib.suppress(OSError, ValueError):
-        link.read_into(handles[1], start, memoryview(bytearray(length)))
+        link.read_into(handles[1], chunk["start"], memoryview(bytearray(chunk["length"])))
     assert WEIGHTS not in relay.seen[True] + relay.seen[False]
 
 
