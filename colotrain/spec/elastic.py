@@ -39,10 +39,10 @@ class CopyPlaces:
     def path(self, handle: int) -> str:
         return f"/proc/{self.launcher}/fd/{handle}"
 
-    def own_paths(self, local_rank: int) -> list[str]:
+    def own_files(self, local_rank: int) -> tuple[int, ...]:
         """Return the files in which a rank of that launcher keeps its copies."""
         first = COPIES * local_rank
-        return [self.path(handle) for handle in self.files[first : first + COPIES]]
+        return self.files[first : first + COPIES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,6 @@ from colotrain.engine.state.shard_file import ALIGNMENT, Piece
 from colotrain.engine.state.whole_copy import (
     Copied,
     Key,
-    RankCopy,
     join_copies,
     key_of,
     look,
@@ -115,9 +114,9 @@ class MemoryCopies:
         places = from_plain(CopyPlaces, json.loads(given))
         local_rank = int(os.environ["LOCAL_RANK"])
         try:
-            if not (paths := places.own_paths(local_rank)):
+            if not (handles := places.own_files(local_rank)):
                 raise FileNotFoundError("it has no files for them")
-            files = [MemoryFile(path) for path in paths]
+            files = [MemoryFile(places.path(handle)) for handle in handles]
         except OSError as error:
             _say_none(events, f"the launcher's memory cannot be reached ({error})")
         missing = torch.tensor(float(not files))
@@ -142,7 +141,9 @@ class MemoryCopies:
     def choose(self) -> Copied | None:
         """Return the newest copy that every rank has whole. All ranks must call."""
         memory = look(self.places, self.local_rank, self._ranks_here)
-        mine = self._own_copies()
+        here, own_files = [dist.get_rank(), dist.get_world_size()], {f.path for f in self.files}
+        made_here = (copy for copy in memory.copies if copy.about["rank"] == here)
+        mine = {copy.key: copy for copy in made_here if copy.file.path in own_files}
         held = [(copy.key, copy.rank) for copy in memory.copies]
         told = exchange.all_gather((list(mine), held, memory.newest, memory.valid_from))
         self.number = max(newest for _, _, newest, _ in told)
@@ -170,15 +171,6 @@ class MemoryCopies:
     @property
     def _ranks_here(self) -> int:
         return self.plan.cluster.procs_per_node
-
-    def _own_copies(self) -> dict[Key, RankCopy]:
-        """Return what is in this rank's files, if this rank made it."""
-        here, found = [dist.get_rank(), dist.get_world_size()], {}
-        for file in self.files:
-            about = file.read()
-            if about and about.get("rank") == here and (key := key_of(about)) is not None:
-                found[key] = RankCopy(key=key, file=file, about=about)
-        return found
 
     def begin(self, copied: Copied | None, step: int, device: torch.device | None = None) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void.

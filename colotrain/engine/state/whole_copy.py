@@ -31,7 +31,7 @@ from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.engine.state.shard_file import Piece
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.elastic import CopyPlaces
+from colotrain.spec.elastic import COPIES, CopyPlaces
 
 
 class Key(NamedTuple):
@@ -66,8 +66,8 @@ class RankCopy:
     key: Key
     file: MemoryFile
     about: dict[str, Any]
-    handle: int = -1
-    """The file's handle in the launcher; -1 for this rank's own files, which have paths."""
+    handle: int
+    """The file's handle in the launcher."""
 
     @property
     def rank(self) -> int:
@@ -134,10 +134,14 @@ class Memory:
     """Copies with smaller numbers are void, wherever they are."""
 
 
-def look(places: CopyPlaces, share: int, shares: int) -> Memory:
-    """Read the descriptions in every `shares`-th of the launcher's files, from `share` on."""
+def look(places: CopyPlaces, local_rank: int, ranks: int) -> Memory:
+    """Read the descriptions in this rank's files, and in its share of those kept for other nodes.
+
+    `ranks` is the number of the launcher's ranks.
+    """
     copies, newest, valid_from = [], 0, 0
-    for handle in places.files[share::shares]:
+    kept = places.files[COPIES * ranks :]
+    for handle in (*places.own_files(local_rank), *kept[local_rank::ranks]):
         with suppress(OSError, *INVALID):
             file = MemoryFile(places.path(handle))
             if (about := file.read()) is None:
