@@ -87,7 +87,7 @@ class Turns:
         self.rounds: list[dict[str, float]] = []
         self.within: dict[str, list[float]] = {mode: [] for mode in MODES[1:]}
 
-    def begin(self, saver, pieces, manifest, *, background: bool) -> None:  # type: ignore[no-untyped-def]
+    def begin(self, saver, state, *, background: bool) -> None:  # type: ignore[no-untyped-def]
         import torch.distributed as dist
 
         index, self.calls = self.calls, self.calls + 1
@@ -101,15 +101,15 @@ class Turns:
             self.rounds[-1][before] = time.perf_counter() - self.began
             if before == "async":
                 self.within[before].append(last.stall_s)
-        self._write(sum(piece.local.nbytes for piece in pieces))
+        self._write(sum(piece.local.nbytes for piece in state.pieces))
         shutil.rmtree("torch", ignore_errors=True)
         dist.barrier()
         self.began = time.perf_counter()
         mode = MODES[index % len(MODES)]
         if mode == "torch":
-            self._as_torch_does(pieces)
+            self._as_torch_does(state.pieces)
         elif mode != "none":
-            self.begin_saving(saver, pieces, manifest, background=mode == "async")
+            self.begin_saving(saver, state, background=mode == "async")
         if index >= len(MODES) and mode in ("blocking", "torch"):
             self.within[mode].append(time.perf_counter() - self.began)
 
@@ -118,7 +118,7 @@ class Turns:
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
-        state = {f"{dist.get_rank()}/{piece.name}": piece.local for piece in pieces}
+        state = {f"{dist.get_rank()}/{piece.part.name}": piece.local for piece in pieces}
         dcp.save(state, storage_writer=dcp.FileSystemWriter("torch", sync_files=True))
 
     def _write(self, num_bytes: int) -> None:
@@ -137,8 +137,8 @@ def take_turns(model, step: int) -> None:  # type: ignore[no-untyped-def]
     if not getattr(Saver.begin, "takes_turns", False):
         turns = Turns(Saver.begin)
 
-        def begin(saver, pieces, manifest, *, background: bool = True) -> None:  # type: ignore[no-untyped-def]
-            turns.begin(saver, pieces, manifest, background=background)
+        def begin(saver, state, *, background: bool = True) -> None:  # type: ignore[no-untyped-def]
+            turns.begin(saver, state, background=background)
 
         begin.takes_turns = True  # type: ignore[attr-defined]
         Saver.begin = begin  # type: ignore[method-assign]

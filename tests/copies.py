@@ -22,7 +22,7 @@ from colotrain.engine.state.buddy import Buddy
 from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.memory_file import MemoryFile
-from colotrain.engine.state.shard_file import Piece
+from colotrain.engine.state.shard_file import Piece, State
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.spec import axes
 from colotrain.spec.elastic import CopyPlaces, MemoryCopyPlan
@@ -185,4 +185,5 @@ def pieces_of(rank: int, world: int, step: int) -> list[Piece]:
 def take(copies: MemoryCopies, step: int, started: float = 0.0) -> None:
     world = dist.get_world_size()
     pieces = pieces_of(dist.get_rank(), world, step)
-    copies.take(pieces, replace(MANIFEST, step=step, world_size=world), started)
+    manifest = replace(MANIFEST, step=step, world_size=world)
+    copies.take(State(pieces=pieces, manifest=manifest), started)

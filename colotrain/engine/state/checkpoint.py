@@ -46,6 +46,7 @@ from colotrain.engine.state.pieces import (
 )
 from colotrain.engine.state.plain_state import PLAIN
 from colotrain.engine.state.run_state import Run
+from colotrain.engine.state.shard_file import State
 from colotrain.engine.state.whole_copy import Copied
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
@@ -67,7 +68,7 @@ def save(run: Run) -> None:
     sources.tell_changed_files(run)
     # tensors on disk are not copied to memory but written before training continues
     background = run.tiers is None or not run.tiers.placement.streams
-    run.saver.begin(pieces_of(run), manifest_of(run), background=background)
+    run.saver.begin(state_of(run), background=background)
     run.saver.saved_step = run.step
 
 
@@ -122,7 +123,8 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
             copies.parts = parts_of(run, tensors_of(run, unchanged(run)))
             started += time.perf_counter() - began  # later copies take as long as one another
         pieces = copied_pieces(run, state, copies.parts)
-        copies.take(pieces, manifest_of(run, progress_only=True), started)
+        manifest = manifest_of(run, progress_only=True)
+        copies.take(State(pieces=pieces, manifest=manifest), started)
     except (ColotrainError, OSError) as error:  # state that is no plain data, or too little memory
         copies.end(str(error))
         run.copies = None
@@ -141,6 +143,11 @@ def finish_copy(run: Run) -> None:
     except OSError as error:
         copies.end(str(error))
         run.copies = None
+
+
+def state_of(run: Run) -> State:
+    """Return what this rank saves after `run.step` steps. All ranks must call."""
+    return State(pieces=pieces_of(run), manifest=manifest_of(run))
 
 
 def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:

@@ -32,9 +32,8 @@ from colotrain.engine.comms import exchange
 from colotrain.engine.offload.page_locked import page_locked
 from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import Buddy, RemoteLauncher
-from colotrain.engine.state.manifest import Manifest
 from colotrain.engine.state.memory_file import FIRST, MemoryFile
-from colotrain.engine.state.shard_file import ALIGNMENT, Piece
+from colotrain.engine.state.shard_file import ALIGNMENT, Piece, State
 from colotrain.engine.state.whole_copy import (
     Copied,
     Key,
@@ -218,21 +217,22 @@ class MemoryCopies:
             self.cost = now if self.cost is None else self.cost + SMOOTHING * (now - self.cost)
             self.every = max(1, math.ceil(self.cost / share))
 
-    def take(self, pieces: list[Piece], manifest: Manifest, started: float) -> None:
-        """Copy all that this rank holds of the state; `OSError` where memory is short.
+    def take(self, state: State, started: float) -> None:
+        """Copy a state, all that this rank holds of it; `OSError` where memory is short.
 
         `started` is when this copy began, by the performance counter. On a GPU the copy is whole
         only after `finish`.
         """
         self.finish()
-        num_bytes, rank = sum(piece.local.nbytes for piece in pieces), dist.get_rank()
+        pieces, rank = state.pieces, dist.get_rank()
+        num_bytes = sum(piece.local.nbytes for piece in pieces)
         started += self._reserve(FIRST + num_bytes + ABOUT_BYTES)
         about = {
             "number": self.number + 1,
             "valid_from": self.valid_from,
             "attempt": self.attempt,
             "rank": [rank, dist.get_world_size()],
-            "manifest": to_plain(manifest),
+            "manifest": to_plain(state.manifest),
             "joined": names_to_join(pieces, rank),
         }
         write = partial(self._write, self.files[0], about, beside=self.valid)
@@ -243,7 +243,7 @@ class MemoryCopies:
             started += self.beside.begin(pieces, write)
         self.files.reverse()
         self.valid = self.number + 1
-        self.number, self.step, self.taken = self.number + 1, manifest.step, self.taken + 1
+        self.number, self.step, self.taken = self.number + 1, state.manifest.step, self.taken + 1
         if self.taken == 2 and self.local_rank == 0:
             self._free_before(self.number - 1)
         self.seconds = time.perf_counter() - started

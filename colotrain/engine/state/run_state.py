@@ -18,10 +18,10 @@ from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.sharding.spans import enter_phase
-from colotrain.engine.state.manifest import History, Manifest
+from colotrain.engine.state.manifest import History
 from colotrain.engine.state.memory_copy import MemoryCopies
 from colotrain.engine.state.saving import Saver
-from colotrain.engine.state.shard_file import Piece
+from colotrain.engine.state.shard_file import State
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.log import EventWriter
@@ -35,9 +35,8 @@ class LastStep:
     """The state of the last finished step, kept while the next step is computed."""
 
     step: int
-    pieces: list[Piece] | None
+    state: State | None
     """Content of a checkpoint of the step; None where nothing needs to be saved."""
-    manifest: Manifest | None
     what: str
     """What may be left unfinished: "step" or "evaluation"."""
     began: float

@@ -48,6 +48,7 @@ from colotrain.engine.state.shard_file import (
     NotFinite,
     Piece,
     PieceLock,
+    State,
     write_pieces,
 )
 from colotrain.errors import ColotrainError, message_of
@@ -222,8 +223,8 @@ class Saver:
         """Whether `checkpoint.every` as a duration has passed since this rank's last save began."""
         return 0 < self.plan.checkpoint.every_s <= time.monotonic() - self.began_at
 
-    def begin(self, pieces: list[Piece], manifest: Manifest, *, background: bool = True) -> None:
-        """Save the state that `pieces` describe. The state may change once this returns.
+    def begin(self, state: State, *, background: bool = True) -> None:
+        """Save a state, which may change once this returns.
 
         Only pieces that last must not change before `before_update`. Without `background` it
         returns when the checkpoint is written. Waits for the save before. A failed save is
@@ -231,6 +232,7 @@ class Saver:
         """
         started, self.began_at = time.perf_counter(), time.monotonic()
         self.wait()
+        manifest, pieces = state.manifest, list(state.pieces)
         number, final = next(_numbers), self.rundir.checkpoint(manifest.step)
         # unique to this attempt, so that no old folder of this name must be removed first
         label = f".{final.name}.{self.token}-{number}.tmp"
@@ -238,7 +240,7 @@ class Saver:
             number=number,
             temporary=final.with_name(label),
             final=final,
-            pieces=list(pieces),
+            pieces=pieces,
             manifest=manifest,
             keep=self.plan.checkpoint.keep,
             patience_s=self.plan.elastic.hang_timeout_s + 60,

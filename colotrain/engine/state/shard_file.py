@@ -23,6 +23,7 @@ from torch import Tensor
 
 from colotrain.engine.comms.raw_bytes import bytes_of
 from colotrain.engine.parts.part_map import Part
+from colotrain.engine.state.manifest import Manifest
 
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
@@ -47,6 +48,15 @@ class Piece:
     """Whether it changes only in updates: parameters and optimizer state."""
     is_copy: bool = False
     """Whether it is a copy, which never changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """One rank's part of a run's state after a step, as it is saved or copied to memory."""
+
+    pieces: list[Piece]
+    manifest: Manifest
+    """Everything but the tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,8 @@ import torch.distributed as dist
 from colotrain.engine.comms.notes import Notes
 from colotrain.engine.comms.process import patience_s
 from colotrain.engine.state import checkpoint
-from colotrain.engine.state.manifest import Manifest
-from colotrain.engine.state.pieces import pieces_of
 from colotrain.engine.state.run_state import LastStep, Run
-from colotrain.engine.state.shard_file import Piece
+from colotrain.engine.state.shard_file import State
 from colotrain.engine.step.participant import Agreed, Ask, Mean, Participant, StepResult
 from colotrain.engine.step.recording import record_failure
 from colotrain.events import kinds
@@ -70,10 +68,8 @@ def interruptible(run: Run, what: str = "step") -> Iterator[None]:
     progress = run.progress
     progress.began, progress.forward_s = time.perf_counter(), None
     if run.progress.is_watched and progress.is_long:
-        pieces, manifest = unsaved_state(run)
-        last = LastStep(
-            step=run.step, pieces=pieces, manifest=manifest, what=what, began=progress.began
-        )
+        state = unsaved_state(run)
+        last = LastStep(step=run.step, state=state, what=what, began=progress.began)
         with progress.lock:
             progress.last, progress.undecided = last, True
     try:
@@ -234,25 +230,29 @@ class Monitor:
         on_side_stream: Any = contextlib.nullcontext()
         if run.device.type == "cuda":  # the default stream is busy with the step
             on_side_stream = torch.cuda.stream(torch.cuda.Stream(run.device))
-        if last.pieces is not None and last.manifest is not None:
+        if last.state is not None:
             with on_side_stream:
-                run.saver.begin(last.pieces, last.manifest, background=False)
+                run.saver.begin(last.state, background=False)
         problem = run.saver.wait()
         if problem is None or not run.plan.checkpoint.enabled:
             return None
         return checkpoint.unsaved(run, last.step, problem)
 
 
-def unsaved_state(run: Run) -> tuple[list[Piece] | None, Manifest | None]:
+def unsaved_state(run: Run) -> State | None:
     """Return the content of a checkpoint of the steps so far; None where none is needed.
 
     Tensors that a forward may change (buffers) are copied. All ranks must call.
     """
     if not run.plan.checkpoint.enabled or run.step == 0 or run.saver.saved_step == run.step:
-        return None, None
-    pieces = pieces_of(run)
-    kept = [p if p.lasts else replace(p, local=p.local.clone(), is_copy=True) for p in pieces]
-    return kept, checkpoint.manifest_of(run)
+        return None
+    state = checkpoint.state_of(run)
+    return replace(
+        state,
+        pieces=[
+            p if p.lasts else replace(p, local=p.local.clone(), is_copy=True) for p in state.pieces
+        ],
+    )
 
 
 def share_of_micro_batch(
@@ -278,7 +278,7 @@ def _becomes(run: Run, last: LastStep) -> str:
     """Return a message on what is saved, and where `colotrain resume` continues."""
     if not run.plan.checkpoint.enabled:
         return "nothing is saved (checkpoint.every=0)"
-    if last.pieces is not None:
+    if last.state is not None:
         return f"saving step {last.step}"
     if last.step:
         return f"step {last.step} is saved already"
