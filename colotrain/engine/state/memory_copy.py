@@ -33,7 +33,7 @@ from colotrain.engine.offload.page_locked import page_locked
 from colotrain.engine.parts.part_map import Part
 from colotrain.engine.state.buddy import Buddy, RemoteLauncher
 from colotrain.engine.state.memory_file import FIRST, MemoryFile
-from colotrain.engine.state.shard_file import ALIGNMENT, Piece, State
+from colotrain.engine.state.shard_file import Layout, Piece, State
 from colotrain.engine.state.whole_copy import (
     Copied,
     Key,
@@ -363,14 +363,19 @@ class BesideGradients:
         Returns the seconds that locking memory took, which the first copy alone does.
         """
         began = time.perf_counter()
-        end = sum(_room(piece.local) for piece in pieces)
-        if self.memory is None or self.memory.numel() < end:
-            self.memory = page_locked(end)
+        layout = Layout.of(pieces)
+        if self.memory is None or self.memory.numel() < layout.num_bytes:
+            self.memory = page_locked(layout.num_bytes)
         locking_s = time.perf_counter() - began
         given = [p if p.lasts else replace(p, local=p.local.clone()) for p in pieces]
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            on_host = self._to_host(given)
+            on_host = [
+                piece
+                if piece.local.device.type == "cpu"
+                else layout.copy(given, index, self.memory, wait=False)
+                for index, piece in enumerate(given)
+            ]
             there = self.stream.record_event()
         self._held = given
 
@@ -390,20 +395,3 @@ class BesideGradients:
             pending.result()
         finally:
             self._held = []
-
-    def _to_host(self, pieces: list[Piece]) -> list[Piece]:
-        """Queue the copies into one block of memory; what is on the host stays where it is."""
-        assert self.memory is not None
-        found, start = list(pieces), 0
-        for index, piece in enumerate(pieces):
-            if (tensor := piece.local).device.type != "cpu":
-                there = self.memory[start : start + tensor.nbytes]
-                there = there.view(tensor.dtype).view(tensor.shape)
-                found[index] = replace(piece, local=there.copy_(tensor, non_blocking=True))
-                start += _room(tensor)
-        return found
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes of page-locked memory for a tensor; none for one on the host, which stays there."""
-    return 0 if tensor.device.type == "cpu" else tensor.nbytes + -tensor.nbytes % ALIGNMENT

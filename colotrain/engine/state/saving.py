@@ -320,7 +320,4 @@ class Saver:
         """Replace pieces by copies in the image."""
         assert self.image is not None
         for index in chosen:
-            piece, start = save.pieces[index], save.layout.starts[index]
-            local = self.image[start : start + piece.local.nbytes].view(piece.local.dtype)
-            local = local.view(piece.local.shape).copy_(piece.local)
-            save.pieces[index] = replace(piece, local=local, is_copy=True)
+            save.pieces[index] = save.layout.copy(save.pieces, index, self.image)

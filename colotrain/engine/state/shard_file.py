@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,6 +95,16 @@ class Layout:
             starts.append(at)
             at += piece.local.nbytes
         return Layout(tuple(starts), at)
+
+    def copy(self, pieces: list[Piece], index: int, image: Tensor, *, wait: bool = True) -> Piece:
+        """Copy a piece to its place in `image`, and return it as it is there.
+
+        Without `wait` a copy from a GPU is only queued, where `image` is page-locked.
+        """
+        piece, start = pieces[index], self.starts[index]
+        there = image[start : start + piece.local.nbytes].view(piece.local.dtype)
+        there = there.view(piece.local.shape).copy_(piece.local, non_blocking=not wait)
+        return replace(piece, local=there, is_copy=True)
 
 
 def _address(tensor: Tensor) -> int:
