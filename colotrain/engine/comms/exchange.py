@@ -42,6 +42,13 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(one[:count].numpy().tobytes()) for one, count in pairs]
 
 
+def is_any(found: bool) -> bool:
+    """Whether any rank has found it. All ranks must call."""
+    number = torch.tensor(float(found), device="cpu")
+    dist.all_reduce(number)
+    return number.item() != 0
+
+
 def broadcast_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return rank 0's tensors, on the CPU, on every rank. All ranks must call."""
     about = broadcast(_describe(tensors))

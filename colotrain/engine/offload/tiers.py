@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import module_tree
+from colotrain.engine.comms import exchange
 from colotrain.engine.gradients.gradients import norms
 from colotrain.engine.model.probes import held_now, memory_now, reset_peak
 from colotrain.engine.offload.blocks import Block, Window, allocate
@@ -110,9 +111,7 @@ class Tiers:
             self._reserve(wanted)
         except ColotrainError as error:
             problem = error
-        failed = torch.tensor(float(problem is not None), device=self.policy.device)
-        dist.all_reduce(failed)
-        if failed.item():
+        if exchange.is_any(problem is not None):
             raise problem or ColotrainError("another rank finds no space on disk", "see its log")
 
     def attach(self, sharded: ShardedModel, shared_params: SharedParameters | None) -> None:

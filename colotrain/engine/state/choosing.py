@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from colotrain.engine.comms import exchange
@@ -79,9 +78,7 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
     known = _candidates(folder)
     for path in known:
         found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
-        bad = torch.tensor(float(found is not None))
-        dist.all_reduce(bad)
-        if bad.item() == 0:
+        if not exchange.is_any(found is not None):
             return path
         if found is not None:
             events.write(Note(text=f"warning: checkpoint {path.name} passed over: {found}"))

@@ -118,9 +118,7 @@ class MemoryCopies:
             files = [MemoryFile(places.path(handle)) for handle in handles]
         except OSError as error:
             _say_none(events, f"the launcher's memory cannot be reached ({error})")
-        missing = torch.tensor(float(not files))
-        dist.all_reduce(missing)
-        if missing.item():
+        if exchange.is_any(not files):
             return None
         attempt = str(exchange.broadcast(secrets.token_hex(4)))
         copies = MemoryCopies(

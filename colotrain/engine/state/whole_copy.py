@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
 from colotrain.engine.comms import exchange
 from colotrain.engine.state.buddy import RemoteFile, RemoteLauncher
 from colotrain.engine.state.index import (
@@ -97,9 +94,7 @@ class RankCopy:
 
 def _agreed(copied: Copied | None) -> Copied | None:
     """Return the state where every rank has found it, else None. All ranks must call."""
-    missing = torch.tensor(float(copied is None))
-    dist.all_reduce(missing)
-    return copied if missing.item() == 0 else None
+    return None if exchange.is_any(copied is None) else copied
 
 
 def names_to_join(pieces: Sequence[Piece], rank: int) -> dict[str, str]:

@@ -111,9 +111,7 @@ def _changed(noted: dict[str, int], run: Run) -> list[Finding]:
 
 def _agree(mine: list[Finding]) -> list[Finding]:
     """Return the findings of all ranks; one small all-reduce where there are none."""
-    any_found = torch.tensor(float(bool(mine)))
-    dist.all_reduce(any_found)
-    if not any_found.item():
+    if not exchange.is_any(bool(mine)):
         return []
     everyone = exchange.all_gather(to_plain(mine))
     return [from_plain(Finding, finding) for found in everyone for finding in found]

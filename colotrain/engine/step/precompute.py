@@ -151,8 +151,6 @@ def compute(
 def is_to_stop(run: Run) -> bool:
     """Whether any rank is asked to stop; `run.stop.reason` is set then. All ranks must call."""
     own = run.stop.wanted()
-    asked = torch.tensor(float(own is not None), device=run.device)
-    dist.all_reduce(asked)
-    if asked.item():
+    if exchange.is_any(own is not None):
         run.stop.reason = own or "another rank"
     return run.stop.reason is not None
