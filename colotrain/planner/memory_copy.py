@@ -9,7 +9,7 @@ from colotrain.errors import Problem
 from colotrain.planner.budget import host_bytes
 from colotrain.planner.context import PlanningContext
 from colotrain.planner.model_states import model_state_bytes
-from colotrain.spec.elastic import MemoryCopyPlan
+from colotrain.spec.elastic import COPY_EXTRA_BYTES, MemoryCopyPlan
 from colotrain.spec.memory import PeakRange
 from colotrain.spec.plan import PluginPlan
 from colotrain.spec.quantities import format_size
@@ -18,8 +18,6 @@ KEY = "elastic.memory_copy"
 AUTOMATIC_SHARE = 0.01
 """Largest share of the time that copying takes by default, and always on a GPU."""
 OF_ANOTHER = ", and of as many of another node,"
-BESIDE_BYTES = 1 << 20
-"""Bytes of a copy beside the model's state: generators, and the description."""
 
 
 def plan_memory_copy(
@@ -79,4 +77,4 @@ def copy_bytes(context: PlanningContext, plugin: PluginPlan) -> int:
     trace = stage.traces(context.train.activation_checkpointing, layout.micro_batch)
     states = model_state_bytes(layout, stage.survey)
     buffers = trace.buffer_bytes if trace is not None else 0
-    return states.parameters + states.optimizer + buffers + BESIDE_BYTES
+    return states.parameters + states.optimizer + buffers + COPY_EXTRA_BYTES

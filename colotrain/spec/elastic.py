@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 COPIES = 2
 """Files in a launcher's memory for the copies of each of its ranks."""
+COPY_EXTRA_BYTES = 1 << 20
+"""Bytes of a copy beside the model's state: generators, and the description."""
 COPY_PLACES = "COLOTRAIN_COPY_PLACES"
 """Environment variable of a worker: its `CopyPlaces`, as JSON."""
 ROUND_KEY = "COLOTRAIN_ROUND_KEY"

@@ -28,7 +28,7 @@ from colotrain.engine.state.manifest import (
     seal,
     write_manifest,
 )
-from colotrain.engine.state.shard_file import Piece, write_pieces
+from colotrain.engine.state.shard_file import Layout, Piece, write_pieces
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import Fold
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
@@ -177,9 +177,10 @@ def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             whole = [(n, t) for n, t in state.items() if n != "model.weight"]
             parts_of_whole = [(part_of(n, t.shape, n, is_sharded=False), t) for n, t in whole]
             pieces += [Piece(part=part, local=t) for part, t in parts_of_whole]
-        written = write_pieces(path / f"__{rank}_0.distcp", pieces)
-        parts.append(describe(pieces, written.starts, f"__{rank}_0.distcp"))
-        files[f"__{rank}_0.distcp"] = FileEntry(bytes=written.num_bytes, xxh128=written.checksum)
+        layout, name = Layout.of(pieces), f"__{rank}_0.distcp"
+        written = write_pieces(path / name, pieces, layout)
+        parts.append(describe(pieces, layout.starts, name))
+        files[name] = FileEntry(bytes=layout.num_bytes, xxh128=written)
     index = path / "index.json"
     index.write_text(json.dumps(join(parts)))
     files["index.json"] = FileEntry(bytes=index.stat().st_size, xxh128=checksum(index))

@@ -45,11 +45,9 @@ from colotrain.engine.state.whole_copy import (
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.elastic import COPY_PLACES, CopyPlaces
+from colotrain.spec.elastic import COPY_EXTRA_BYTES, COPY_PLACES, CopyPlaces
 from colotrain.spec.plan import RunPlan
 
-ABOUT_BYTES = 1 << 20
-"""Bytes that are reserved for the description of a copy, beside its tensors."""
 SHORTEST_PAUSE_S = 30.0
 """Seconds after an error until copies are sent to the other node again; doubled with each error."""
 SMOOTHING = 0.2
@@ -224,7 +222,7 @@ class MemoryCopies:
         self.finish()
         pieces, rank = state.pieces, dist.get_rank()
         num_bytes = sum(piece.local.nbytes for piece in pieces)
-        started += self._reserve(FIRST + num_bytes + ABOUT_BYTES)
+        started += self._reserve(FIRST + num_bytes + COPY_EXTRA_BYTES)
         about = {
             "number": self.number + 1,
             "valid_from": self.valid_from,

@@ -127,11 +127,10 @@ class Save:
     def _write_part(self, rank: int, beat: Callable[[], None]) -> None:
         make_folder(self.temporary, inside=self.temporary.parent)
         file = self.temporary / f"__{rank}_0.distcp"
-        written = write_pieces(
-            file, self.pieces, layout=self.layout, lock=self.lock, report=lambda _: beat()
-        )
-        entry = {"bytes": written.num_bytes, "xxh128": written.checksum}
-        tensors = describe(self.pieces, written.starts, file.name)
+        layout = self.layout
+        checksum = write_pieces(file, self.pieces, layout, lock=self.lock, report=lambda _: beat())
+        entry = {"bytes": layout.num_bytes, "xxh128": checksum}
+        tensors = describe(self.pieces, layout.starts, file.name)
         text = json.dumps({"files": {file.name: entry}, "tensors": tensors})
         write_atomically(self._part(rank), text)
 

@@ -59,17 +59,6 @@ class State:
     """Everything but the tensors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """Positions of the pieces in a written file."""
-
-    starts: tuple[int, ...]
-    """Position of each piece, in bytes."""
-    num_bytes: int
-    checksum: str
-    """128-bit XXH3 of the file, in hexadecimal."""
-
-
 class NotFinite(ValueError):
     """A value is not finite and must never replace a good one."""
 
@@ -149,18 +138,19 @@ class PieceLock:
 def write_pieces(
     path: Path,
     pieces: list[Piece],
+    layout: Layout,
     *,
-    layout: Layout | None = None,
     lock: PieceLock | None = None,
     report: Callable[[int], None] = lambda num_bytes: None,
-) -> Written:
-    """Write and sync the file `path`. Raises OSError, or NotFinite for a bad value.
+) -> str:
+    """Write and sync the file `path`, and return its checksum: 128-bit XXH3 in hexadecimal.
+
+    Raises `OSError`, or `NotFinite` for a bad value.
 
     `report` is called with the bytes written since its last call. At most `BUFFER_BYTES` are used
     beside the tensors. `pieces` may be replaced by equal ones under `lock`.
     """
-    layout, lock = layout or Layout.of(pieces), lock or PieceLock()
-    checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
+    lock, checksum, handle, done = lock or PieceLock(), xxhash.xxh3_128(), _create(path), 0
     try:
         with closing(windows_of(pieces, layout, lock)) as windows:  # on error it may hold the lock
             for window in windows:
@@ -173,7 +163,7 @@ def write_pieces(
         os.fsync(handle)
     finally:
         os.close(handle)
-    return Written(starts=layout.starts, num_bytes=layout.num_bytes, checksum=checksum.hexdigest())
+    return checksum.hexdigest()
 
 
 def windows_of(

@@ -22,7 +22,6 @@ from colotrain.engine.state.shard_file import (
     NotFinite,
     Piece,
     PieceLock,
-    Written,
     write_pieces,
 )
 from colotrain.spec.axes import DP_SHARD, Ranks
@@ -48,12 +47,12 @@ def piece_of(name: str, local: Tensor, *, must_be_finite: bool = False) -> Piece
     return Piece(part=part, local=local, must_be_finite=must_be_finite)
 
 
-def check(path: Path, written: Written, expected: list[Tensor]) -> None:
+def check(path: Path, layout: Layout, checksum: str, expected: list[Tensor]) -> None:
     content = path.read_bytes()
-    assert len(content) == written.num_bytes
-    assert xxhash.xxh3_128(content).hexdigest() == written.checksum
+    assert len(content) == layout.num_bytes
+    assert xxhash.xxh3_128(content).hexdigest() == checksum
     end = 0
-    for start, tensor in zip(written.starts, expected, strict=True):
+    for start, tensor in zip(layout.starts, expected, strict=True):
         assert not any(content[end:start])
         end = start + tensor.nbytes
         found = content[start:end]
@@ -71,9 +70,10 @@ def test_a_file_holds_every_byte_in_its_place(tmp_path: Path, seed: int) -> None
     across = torch.randn(900, 700).t()
     pieces.insert(5, piece_of("across", across))
     told: list[int] = []
-    written = write_pieces(tmp_path / "file", pieces, report=told.append)
-    check(tmp_path / "file", written, [piece.local for piece in pieces])
-    assert sum(told) == written.num_bytes
+    layout = Layout.of(pieces)
+    checksum = write_pieces(tmp_path / "file", pieces, layout, report=told.append)
+    check(tmp_path / "file", layout, checksum, [piece.local for piece in pieces])
+    assert sum(told) == layout.num_bytes
 
 
 def test_large_tensors_are_written_from_where_they_lie(
@@ -89,11 +89,9 @@ def test_large_tensors_are_written_from_where_they_lie(
         write(handle, data)
 
     monkeypatch.setattr(shard_file, "_write_all", watched)
-    check(
-        tmp_path / "file",
-        write_pieces(tmp_path / "file", pieces),
-        [piece.local for piece in pieces],
-    )
+    layout = Layout.of(pieces)
+    checksum = write_pieces(tmp_path / "file", pieces, layout)
+    check(tmp_path / "file", layout, checksum, [piece.local for piece in pieces])
     assert all(start % BLOCK == size % BLOCK == 0 for start, size in seen)
     for piece in (pieces[1], pieces[3]):
         first, last = piece.local.data_ptr(), piece.local.data_ptr() + piece.local.nbytes
@@ -120,10 +118,10 @@ def test_what_is_exchanged_for_copies_may_change_while_it_is_written(
         write(handle, data)
 
     monkeypatch.setattr(shard_file, "_write_all", slowly)
-    found: list[Written] = []
+    found: list[str] = []
     path = tmp_path / "file"
     thread = threading.Thread(
-        target=lambda: found.append(write_pieces(path, pieces, layout=layout, lock=lock))
+        target=lambda: found.append(write_pieces(path, pieces, layout, lock=lock))
     )
     thread.start()
     assert begun.wait(20)
@@ -136,17 +134,18 @@ def test_what_is_exchanged_for_copies_may_change_while_it_is_written(
     for tensor in originals:
         tensor.fill_(7)
     thread.join(20)
-    check(path, found[0], expected)
+    check(path, layout, found[0], expected)
 
 
 @pytest.mark.parametrize("at", [0, 70, LARGE_BYTES // 4, -1])
 def test_a_value_that_is_not_finite_is_found_anywhere(tmp_path: Path, at: int) -> None:
     values = torch.randn(LARGE_BYTES // 2)
     piece = piece_of("bad", values, must_be_finite=True)
-    write_pieces(tmp_path / "good", [piece])
+    layout = Layout.of([piece])
+    write_pieces(tmp_path / "good", [piece], layout)
     values[at] = float("inf")
     with pytest.raises(NotFinite, match="bad"):
-        write_pieces(tmp_path / "file", [piece])
+        write_pieces(tmp_path / "file", [piece], layout)
 
 
 def test_a_write_that_fails_leaves_the_turn_to_training(
@@ -156,9 +155,9 @@ def test_a_write_that_fails_leaves_the_turn_to_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shard_file, "_write_all", full)
-    lock = PieceLock()
+    lock, pieces = PieceLock(), pieces_of([3 * LARGE_BYTES])
     with pytest.raises(OSError, match="No space") as kept:  # with all frames of the writer
-        write_pieces(tmp_path / "file", pieces_of([3 * LARGE_BYTES]), lock=lock)
+        write_pieces(tmp_path / "file", pieces, Layout.of(pieces), lock=lock)
 
     def waiting() -> None:
         raise AssertionError(kept)
