@@ -169,7 +169,7 @@ def piece_of(name: str, tensor: Tensor) -> Piece:
 
 
 def pieces_of(rank: int, world: int, step: int) -> list[Piece]:
-    """What a rank holds of the state."""
+    """What a rank holds of the state: also a buffer that is another on each, and its generator."""
     pieces: list[Piece] = []
     ranks = PartMap(ranks=axes.Ranks({axes.DP_SHARD: world}), rank=rank)
     for name, whole in whole_state(step).items():
@@ -178,8 +178,12 @@ def pieces_of(rank: int, world: int, step: int) -> list[Piece]:
         first = min(rank * rows, len(whole)) if rows else 0
         local = whole[first : first + rows] if rows else whole
         pieces.append(Piece(part=part, local=local, lasts=True))
-    part = ranks.part_of((name := f"rng.{rank}"), (2,), name, is_sharded=False)
-    return [*pieces, Piece(part=replace(part, writes=True), local=torch.tensor([rank, step]))]
+    own = torch.tensor([rank, step])
+    buffer, generator = (
+        ranks.part_of(name, (2,), name, is_sharded=False) for name in ("model.seen", f"rng.{rank}")
+    )
+    pieces.append(Piece(part=buffer, local=own))
+    return [*pieces, Piece(part=replace(generator, writes=True), local=own)]
 
 
 def take(copies: MemoryCopies, step: int, started: float = 0.0) -> None:

@@ -68,6 +68,8 @@ def check_whole(whole: Copied) -> None:
     """What is read is the whole state of that step, be it read from here or from other hosts."""
     step, world_size = whole.step, whole.manifest.world_size
     own = {f"rng.{rank}": torch.tensor([rank, step]) for rank in range(world_size)}
+    own |= {f"rank.{rank}.model.seen": own[f"rng.{rank}"] for rank in range(1, world_size)}
+    own["model.seen"] = own["rng.0"]
     expected, read = whole_state(step) | own, read_all(whole.index)
     assert read.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(read[name], expected[name])] == []
