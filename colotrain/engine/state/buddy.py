@@ -5,12 +5,17 @@ All raise `OSError` and `ValueError`.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from colotrain.connections import Link, connect
 from colotrain.engine.state.memory_file import MemoryFile
 from colotrain.spec.elastic import COPY_SERVICE, COPY_STALL_S
+
+SHORTEST_PAUSE_S = 30.0
+"""Seconds after an error until the other node is tried again; doubled with each error."""
 
 
 def _connect(address: str, hello: dict[str, Any], *, secret: str) -> Link:
@@ -30,6 +35,32 @@ class Buddy:
     def __init__(self, address: str, rank: int, *, secret: str) -> None:
         self.address, self.rank, self.secret = address, rank, secret
         self.link: Link | None = None
+        self.error: Exception | None = None
+        """Why it could not be reached the last time; None where it was."""
+        self.retry_from, self.pause_s = 0.0, SHORTEST_PAUSE_S
+        """Monotonic seconds from which it is tried to be reached, and the pause after an error."""
+        self._told = False
+
+    def reach(self, call: Callable[[], object]) -> None:
+        """Make one of the calls below; after an error, which may have taken long, only later."""
+        if time.monotonic() < self.retry_from:
+            return
+        try:
+            call()
+            self.error, self.pause_s = None, SHORTEST_PAUSE_S
+        except (OSError, ValueError) as error:
+            self.error = error
+            self.retry_from = time.monotonic() + self.pause_s
+            self.pause_s *= 2
+
+    def news(self) -> str | None:
+        """Return that copies go on on this node alone, or that another one has them again, once."""
+        if (self.error is not None) == self._told:
+            return None
+        self._told = self.error is not None
+        if self.error is None:
+            return f"rank {self.rank}: another node keeps copies of its state again"
+        return f"warning: rank {self.rank}: no other node keeps copies of its state: {self.error}"
 
     def close(self) -> None:
         if self.link is not None:

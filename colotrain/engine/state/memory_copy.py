@@ -48,8 +48,6 @@ from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import COPY_EXTRA_BYTES, COPY_PLACES, CopyPlaces
 from colotrain.spec.plan import RunPlan
 
-SHORTEST_PAUSE_S = 30.0
-"""Seconds after an error until copies are sent to the other node again; doubled with each error."""
 SMOOTHING = 0.2
 """Weight of the newest copy in the mean cost of copies."""
 
@@ -69,13 +67,6 @@ class MemoryCopies:
     """Connections on which copies are read, until the attempt begins."""
     buddy: Buddy | None = None
     """Where copies are also sent, on another node; None where there is no other node."""
-    buddy_error: Exception | None = None
-    """Why the last copy could not be sent there; None where it was."""
-    told_of_buddy: bool = False
-    """Whether it was told that no other node keeps copies, and not yet that one does again."""
-    buddy_from: float = 0.0
-    """Monotonic seconds from which copies are sent again, after an error."""
-    buddy_pause_s: float = SHORTEST_PAUSE_S
     number: int = 0
     """Number of the newest copy."""
     valid: int = 0
@@ -129,7 +120,7 @@ class MemoryCopies:
         )
         if places.buddy:
             copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)
-            copies._try_buddy(copies.buddy.connect)
+            copies.buddy.reach(copies.buddy.connect)
             copies._tell_of_buddy()
         return copies
 
@@ -261,29 +252,12 @@ class MemoryCopies:
     ) -> None:
         """Write a copy and send it to the buddy, whose error is told later: this is a thread."""
         file.write(pieces, about, name=str(about["rank"][0]))
-        if self.buddy is not None and time.monotonic() >= self.buddy_from:
-            self._try_buddy(partial(self.buddy.send, file, about["number"], beside=beside))
-
-    def _try_buddy(self, call: Callable[[], object]) -> None:
-        """Reach the other node; after an error, which may have taken long, only after a pause."""
-        try:
-            call()
-            self.buddy_error, self.buddy_pause_s = None, SHORTEST_PAUSE_S
-        except (OSError, ValueError) as error:
-            self.buddy_error = error
-            self.buddy_from = time.monotonic() + self.buddy_pause_s
-            self.buddy_pause_s *= 2
+        if self.buddy is not None:
+            self.buddy.reach(partial(self.buddy.send, file, about["number"], beside=beside))
 
     def _tell_of_buddy(self) -> None:
-        """Say that copies go on on this node alone, and when another one has them again."""
-        error, rank = self.buddy_error, dist.get_rank()
-        if (error is not None) == self.told_of_buddy:
-            return
-        self.told_of_buddy = error is not None
-        text = f"rank {rank}: another node keeps copies of its state again"
-        if error is not None:
-            text = f"warning: rank {rank}: no other node keeps copies of its state: {error}"
-        self.events.write(Note(text=text))
+        if self.buddy is not None and (text := self.buddy.news()) is not None:
+            self.events.write(Note(text=text))
 
     def _free_before(self, number: int) -> None:
         """Free copies of ranks of earlier attempts, now that all ranks have a later one."""

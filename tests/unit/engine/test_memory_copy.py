@@ -224,12 +224,12 @@ def test_another_node_that_was_out_of_reach_keeps_later_copies(
         take(copies, 1)  # too early to ask again
         files: Any = SimpleNamespace(handles=[])
         late = CopyKeeper(listen(LOOPBACK, port), secret=lambda: SECRET, files=files)
-        copies.buddy_from = 0.0
+        assert copies.buddy is not None
+        copies.buddy.retry_from = 0.0
         for step in (2, 3):
             take(copies, step)
         assert len(late.senders) == 1
         copies.end("the test is over")
-        assert copies.buddy is not None
         assert copies.buddy.link is None
         late.close()
         return sorted(late.kept[0].numbers)
