@@ -256,8 +256,8 @@ class RunDir:
 
     @staticmethod
     def find(name: str, *, root: Path = RUNS) -> RunDir:
-        """Return the run called `name`: a path, or a name under `root`."""
-        for candidate in (root / name, Path(name)):
+        """Return the run called `name`: a path, or a name under `root`, as given or as a folder."""
+        for candidate in (root / name, Path(name), root / run_name(name)):
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
         fix = suggest(name, (run.name for run in RunDir.all(root)))

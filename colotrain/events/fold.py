@@ -32,6 +32,7 @@ class Fold:
         self._attempts: dict[int, Attempt] = {}
         self._launches: list[kinds.LaunchStarted] = []
         self._restarts: list[kinds.Restart] = []
+        self._rollbacks: list[kinds.Rollback] = []
         self._nodes_left: list[NodeLeft] = []
         self._done: kinds.LaunchEnded | None = None
         self._ends: list[float] = []
@@ -68,6 +69,8 @@ class Fold:
         attempt.add(event, rank)
         if event.kind in (kinds.WorkerStarted.KIND, kinds.Resumed.KIND):
             self._history = None
+        elif event.kind == kinds.Rollback.KIND:
+            self._rollbacks.append(kinds.Rollback.of(event))
         elif event.kind == kinds.Step.KIND and rank == 0:
             self._first_steps[number] = min(event.t, self._first_steps.get(number, math.inf))
             self._extend(attempt, attempt.ranks[0].step)
@@ -111,6 +114,7 @@ class Fold:
             max_steps=self._max_steps,
             restarts=len(self._restarts),
             restart_causes=tuple(restart.cause for restart in self._restarts),
+            rollbacks=tuple(self._rollbacks),
             nodes_left=tuple(self._nodes_left),
             launched_at=_finite(self._launches[0].t) if self._launches else None,
             last_event_at=_finite(self._last_event_at),
@@ -144,6 +148,7 @@ class Fold:
         signs += [self._last_event_at] if self._done is None else []
         return Goodput(
             recoveries=recoveries(attempts, self._restarts, self._launches),
+            rolled_back=sum(rollback.lost_steps for rollback in self._rollbacks),
             useful_s=history.useful_s,
             wall_s=wall_s(self._launches, self._ends, signs),
         )

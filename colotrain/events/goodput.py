@@ -1,4 +1,4 @@
-"""What restarts cost a run: steps done twice, seconds lost, and the useful share of its time."""
+"""What restarts and rollbacks cost a run: steps done twice, seconds, and the useful share."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Goodput:
     """Recovery over the run's whole life, all of its launches."""
 
     recoveries: tuple[Recovery, ...] = ()
+    rolled_back: int = 0
+    """Finished steps that had to be made again because training went back to a checkpoint."""
     useful_s: float = 0.0
     """Seconds in steps that count: not in those that were made again."""
     wall_s: float = 0.0
@@ -41,14 +43,16 @@ class Goodput:
     @property
     def cost(self) -> str:
         """Text like `1 step lost, 2.1 s to the next step, 97 % of the time useful`."""
-        lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
+        steps = self.lost_steps - self.rolled_back
+        lost = f"{steps} step{'s' * (steps != 1)} lost"
         again = f", {self.restart_s:.1f} s to the next step" if self.restart_s is not None else ""
         share = f", {self.goodput:.0%} of the time useful" if self.goodput is not None else ""
         return f"{lost}{again}{share}"
 
     @property
     def lost_steps(self) -> int:
-        return sum(recovery.lost_steps for recovery in self.recoveries)
+        """Finished steps that had to be made again, after restarts and rollbacks."""
+        return sum(recovery.lost_steps for recovery in self.recoveries) + self.rolled_back
 
     @property
     def restart_s(self) -> float | None:

@@ -343,6 +343,15 @@ class Rollback(EventKind):
     """Step that was not finite."""
     text: str
 
+    @property
+    def lost_steps(self) -> int:
+        """Finished steps that had to be made again."""
+        return self.left_at - 1 - self.step
+
+    @property
+    def route(self) -> str:
+        return f"from step {self.left_at} back to step {self.step}"
+
 
 @event_kind("checkpoint_started")
 class CheckpointStarted(EventKind):

@@ -8,7 +8,14 @@ from typing import Any
 
 from colotrain.events.goodput import Goodput
 from colotrain.events.gradients import GradientRecord, Heat
-from colotrain.events.kinds import Checkpoint, DeviceMemory, Failure, Nonfinite, StepProgress
+from colotrain.events.kinds import (
+    Checkpoint,
+    DeviceMemory,
+    Failure,
+    Nonfinite,
+    Rollback,
+    StepProgress,
+)
 from colotrain.events.log import json_safe
 from colotrain.events.machines import NodeLeft, Pressure
 from colotrain.records import to_plain
@@ -153,6 +160,8 @@ class RunView:
     """Origin of the first non-finite number in the latest attempt."""
     restarts: int = 0
     restart_causes: tuple[str, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
+    """Each return to a checkpoint because a loss or gradient was not finite."""
     nodes_left: tuple[NodeLeft, ...] = ()
     """Nodes that held the others up, and without which the run went on."""
     resumed: tuple[int, ...] = ()
@@ -210,6 +219,8 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
         },
         **({"stages": [to_plain(stage) for stage in of_stages]} if of_stages else {}),
         "restarts": view.restarts,
+        **({"rollbacks": [back.fields() for back in view.rollbacks]} if view.rollbacks else {}),
+        **({"skipped_steps": len(view.skipped_steps)} if view.skipped_steps else {}),
         **({"nodes_left": [left.fields() for left in view.nodes_left]} if view.nodes_left else {}),
         "goodput": {
             "share": view.goodput.goodput,

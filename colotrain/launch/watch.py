@@ -159,10 +159,21 @@ class Watch:
         self.stop_asked_at = max(self.stop_asked_at or now, self.woke_at)
         grace_s = self.plan.elastic.grace_s
         if now - self.stop_asked_at <= grace_s or not self.pids():
+            self._end_hang_of_stop(here, now)
             return
         last = min(here.values(), key=lambda beat: beat.t, default=None)
         where = f": rank {last.rank} was in {last.where}" if last else ""
         self.end_all(f"asked to stop, and ended after elastic.grace_s={grace_s:g}{where}")
+
+    def _end_hang_of_stop(self, here: dict[int, Heartbeat], now: float) -> None:
+        """Restart ranks of which none has moved for half of the grace period of a stop.
+
+        Where steps are short nothing but their end lets ranks save. Restarted, they have the newest
+        copy or checkpoint, and stop after it.
+        """
+        since = max(self.stop_asked_at or now, self.woke_at, *(beat.t for beat in here.values()))
+        if here and now - since > self.plan.elastic.grace_s / 2:
+            self._end_culprits(here, here)
 
     def _end_culprits(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:
         self.folder.look()

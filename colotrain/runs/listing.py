@@ -221,7 +221,7 @@ def print_table(rows: list[Row]) -> None:
     differ = any(row.settings for row in rows)
     if differ:
         table.add_column("SETTINGS THAT DIFFER", overflow="fold")
-    restarted = console.width >= WITH_COSTS and any(row.restarts for row in rows)
+    restarted = console.width >= WITH_COSTS and any(row.restarts or row.lost_steps for row in rows)
     for title in ("RESTARTS", "LOST STEPS", "USEFUL") if restarted else ():
         table.add_column(title, justify="right", no_wrap=True)
     has_jobs = any(row.job for row in rows)
@@ -415,7 +415,7 @@ class Row:
     nodes_left: int | None = None
     """Nodes that held the others up, and without which the run went on."""
     lost_steps: int | None = None
-    """Finished steps that restarts made again."""
+    """Finished steps that restarts and rollbacks made again."""
     goodput: float | None = None
     """Share of the time that was spent in steps that count, over all launches."""
     age_s: float | None = None

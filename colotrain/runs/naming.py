@@ -53,7 +53,14 @@ def check_name(
         )
     if not (has_begun(rundir) or recall(rundir)):
         return  # it failed before it produced anything
-    changed = list(differences(_config_of(rundir), config))
+    before = _config_of(rundir)
+    own, given = before.get("name"), config["name"]
+    if given is not None and own not in (None, given, rundir.name):
+        raise UsageError(
+            f"name={given}: its folder {rundir.path} is that of the run {own}",
+            "choose a name that differs in letters, digits, '.', '_' or '-'",
+        )
+    changed = list(differences(before, config))
     if changed:
         what = ", ".join(f"{key}={_shown(old)}, not {_shown(new)}" for key, old, new in changed)
         if len(changed) > MOST_SHOWN:

@@ -131,7 +131,8 @@ if [ "$restarts" -ge "$most_requeues" ]; then
   say "was queued again $restarts times, which is the most: colotrain resume goes on by hand"
   exit $rc
 fi
-say "saved; queued again"
+if [ $rc -eq 75 ]; then say "saved; queued again"
+else say "queued again: goes on from the newest checkpoint that is whole"; fi
 if scontrol show config 2>/dev/null | grep -Eq '^RequeueExit .*\\b85\\b'; then exit 85; fi
 scontrol requeue "$id" && sleep 60  # which ends this script
 exit $rc

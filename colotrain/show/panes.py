@@ -314,6 +314,10 @@ def health(frame: FrameState, width: int, height: int) -> list[Text]:
     lines.append(Text(restarts if view.restarts else "no restarts", "" if view.restarts else "dim"))
     for number, cause in reversed(list(enumerate(view.restart_causes, 1))):
         lines.append(Text(f" {number}: {clean(cause)}", ORANGE))
+    lines += [
+        Text(f"rollback {back.route}: a loss or gradient was not finite", ORANGE)
+        for back in reversed(view.rollbacks)
+    ]
     if view.skipped_steps:
         lines.append(Text(f"{len(view.skipped_steps)} steps skipped (not finite)", ORANGE))
     lines += [Text(f"warning: {clean(text)}", ORANGE) for text in frame.plan.warnings]

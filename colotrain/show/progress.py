@@ -288,6 +288,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         ("status", status),
         ("steps", _steps(summary["steps"], plan.train)),
         *_skipped(view),
+        *_rolled_back(view),
         ("loss", f"{shown_loss(loss['first'])} → {shown_loss(loss['last'])}"),
         ("validation loss", shown_loss(_validation_loss(view))),
         *((f"validation {name}", f"{value:.4g}") for name, value in view.metrics.items()),
@@ -317,6 +318,14 @@ def _skipped(view: RunView) -> Iterator[tuple[str, str]]:
     if view.skipped_steps:
         reason = "loss or gradients were not finite, and the weights did not change"
         yield "skipped steps", f"{len(view.skipped_steps)} of {view.steps}: {reason}"
+
+
+def _rolled_back(view: RunView) -> Iterator[tuple[str, str]]:
+    """Yield a row that says how often training went back to a checkpoint, if ever."""
+    if view.rollbacks:
+        again = view.goodput.rolled_back
+        steps = f"{again} finished step{'s' * (again != 1)} made again"
+        yield "rollbacks", f"{len(view.rollbacks)}: {steps}; last: {view.rollbacks[-1].route}"
 
 
 def _mfu(mfu: Any, view: RunView) -> str:

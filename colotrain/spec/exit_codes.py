@@ -35,9 +35,10 @@ WORST_FIRST = (INTERRUPTED, PREEMPTED, FAILED, USAGE, DOES_NOT_FIT)
 FAILURES = (FAILED, USAGE)
 """Exit codes of a launch that failed: with the second, a rank has found the cause in the input."""
 
-WORKER_FINAL = 3
-"""Exit code of a worker whose error a restart would only repeat; it is not restarted."""
-WORKER_USAGE = 4
+WORKER_FINAL = 113
+"""Exit code of a worker whose error a restart would only repeat; it is not restarted. A user's code
+may end a rank with a code of its own, which is a small one."""
+WORKER_USAGE = 114
 """The same, where the error is one of configuration or input."""
 
 

@@ -100,7 +100,8 @@ def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
     """Return the error for a run that ends and whose last checkpoint could not be written."""
     return ColotrainError(
         f"checkpoint of step {step}: {problem}",
-        f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+        f"see to it that {run.rundir.checkpoints} can be written and has room, then resume from "
+        "the checkpoint before",
     )
 
 

@@ -79,5 +79,18 @@ def test_what_a_killed_launcher_lost_counts_but_not_the_time_between_launches(sa
     assert found.useful_s == 6.0
 
 
+def test_what_a_rollback_makes_again_is_lost_though_nothing_was_restarted() -> None:
+    found = view(
+        launch(100, 98),
+        attempt(0, base=0, begins=100, steps=6),
+        said("rollback", 106.5, 0, step=4, left_at=7, text="rollback 1 of at most 3"),
+        attempt(0, base=4, begins=107, steps=4)[1:],
+        said("done", 112, status="finished", exit_code=0, cause=""),
+    )
+    assert (found.restarts, found.goodput.recoveries) == (0, ())
+    assert (found.goodput.lost_steps, found.goodput.useful_s) == (2, 8.0)
+    assert [back.route for back in found.rollbacks] == ["from step 7 back to step 4"]
+
+
 def test_before_anything_is_known_there_is_no_share() -> None:
     assert view().goodput.goodput is None

@@ -30,6 +30,7 @@ from colotrain.launch.state import Launch
 from colotrain.launch.watch import SilentRank, Watch, _stack
 from colotrain.launch.worker_exits import worker_exits
 from colotrain.parent_process import has_ended
+from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.phases import Phase
 from colotrain.timeouts import AwakeTimeout
@@ -249,6 +250,37 @@ def test_ranks_that_can_write_no_heartbeat_are_not_said_to_hang(
     told = f"{tmp_path} cannot be written ({os.strerror(number)}): nothing is saved"
     assert (watch.is_final, told in str(watch.verdict)) == (named, named)
     assert ("hung in data of step 5" in str(watch.verdict)) != named
+
+
+@pytest.mark.parametrize(("silent_s", "is_ended"), [(40.0, False), (60.0, True)])
+def test_ranks_that_hang_when_the_run_is_to_stop_are_restarted_before_its_grace_is_over(
+    tmp_path: Path, silent_s: float, is_ended: bool
+) -> None:
+    """So they save the newest copy or checkpoint, where a step is too short to be left."""
+    rundir = RunDir(tmp_path)
+    waits, pipe = "trap '' USR2; echo ready; exec cat", subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", waits], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        beat = Heartbeat(
+            rank=0,
+            pid=process.pid,
+            step=5,
+            phase=Phase.COMPUTE,
+            t=time.monotonic() - silent_s,
+            patience_s=600,
+        )
+        rundir.heartbeat_file(0).parent.mkdir(parents=True)
+        rundir.heartbeat_file(0).write_text(json.dumps(to_plain(beat)))
+        elastic = replace(plan_of().elastic, grace_s=100.0)
+        plan = replace(plan_of(), elastic=elastic)
+        watch = Watch(plan=plan, rundir=rundir, pids=lambda: {0: process.pid})
+        watch.stop_asked_at = time.monotonic() - 70
+        watch.checked_at -= 1.0
+        watch.check(asked_to_stop=True)
+        assert (watch.verdict is not None, watch.is_final) == (is_ended, False)
+        process.kill()
+    assert not is_ended or "hung in forward or backward of step 5" in str(watch.verdict)
 
 
 def test_a_save_for_which_there_is_no_thread_is_written_before_training_goes_on(

@@ -79,6 +79,18 @@ def test_a_job_with_other_settings_is_gone_on_with_as_a_job(
     assert "colotrain resume" not in line
 
 
+def test_two_names_that_become_one_folder_are_not_one_run() -> None:
+    resolved, rundir = resolve_config([*X, 'name="größe 1"']), RunDir("runs/gr-e-1")
+    rundir.create()
+    write_signed(resolved.plan, rundir, resolved.config)
+    rundir.checkpoint(1).mkdir()
+    naming.check_name(rundir, resolved.plan, resolved.config)
+    assert RunDir.find("größe 1").path == RunDir.find("gr-e-1").path == rundir.path
+    other = resolve_config([*X, 'name="grüße 1"'])
+    with pytest.raises(UsageError, match=r"name=grüße 1: its folder .* that of the run größe 1"):
+        naming.check_name(RunDir("runs/gr-e-1"), other.plan, other.config)
+
+
 def test_the_same_settings_in_another_spelling_go_on() -> None:
     made("optim.lr=0.5", status=None)
     check(
