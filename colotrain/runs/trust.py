@@ -39,7 +39,7 @@ ALLOWED = {
     "plugin.budget.disk_path": OFFLOAD,
     "mesh": TEXT,
     "model.target": "|".join(map(re.escape, OWN_MODELS)),
-    "model.objective.beta": WORDS,
+    **{f"model.objective.{key}": WORDS for key in ("beta", "top_k", "alpha", "temperature")},
     "model.deferred_init": WORDS,
     "model.tokens": TEXT,
     "model.tp_plan": TEXT,

@@ -483,3 +483,13 @@ def test_a_key_that_is_not_this_users_alone_signs_nothing(
 def test_a_plan_of_shipped_parts_needs_nobody_s_trust() -> None:
     plan = plan_from(["recipe=llm-tiny"], here=False)
     assert trust.calls(to_plain(plan)) == {}
+
+
+def test_of_a_distillation_the_teacher_alone_needs_trust() -> None:
+    """Numbers of an objective are nobody's code, in a plan as in a configuration."""
+    numbers = {"top_k": 64, "alpha": 0.5, "temperature": 2.0}
+    for plain, key in (
+        ({"model": {"objective": numbers | {"teacher": "/m"}}}, "model.objective.teacher"),
+        ({"train": {"distill": numbers | {"teacher": "/m"}}}, "train.distill.teacher"),
+    ):
+        assert trust.calls(plain) == {key: "/m"}
