@@ -1,6 +1,6 @@
 """Checks beyond the schema's types: ranges, conflicting settings, unavailable settings.
 
-They do not examine the machine or the model.
+They do not examine the machine or the model, but look whether files that settings name exist.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A worker process, from its entry to the training loop.
 
-It reads the run's plan and torchrun's variables, and nothing else.
+It reads the run's plan and torchrun's variables, and from its launcher where copies of the state
+lie in memory and the key of the round; nothing else.
 """
 
 from __future__ import annotations

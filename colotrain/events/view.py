@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colotrain.events.goodput import Goodput
@@ -184,7 +184,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     """Return the content of `summary.json`; numbers that JSON cannot represent are strings."""
     losses = [loss for _, loss in view.loss]
     tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
-    measured, predicted = max(view.peak_by_rank, default=0), planned_peak(plan)
+    measured, predicted = max(view.peak_by_rank, default=0), planned_memory(plan).total
     of_peak, of_stages = peak_memory(view), stages(view, plan)
     document = {
         "status": view.status,
@@ -276,10 +276,10 @@ def peak_memory(view: RunView) -> MemoryBreakdown | None:
     return max(view.memory_by_rank.values(), key=lambda breakdown: breakdown.total, default=None)
 
 
-def planned_peak(plan: RunPlan) -> int:
-    """Planned bytes that a rank's peak is compared with: on CUDA tensors, elsewhere the process."""
+def planned_memory(plan: RunPlan) -> MemoryBreakdown:
+    """Planned memory that a rank's peak is compared with: on CUDA tensors, else the process."""
     on_cuda = plan.cluster.device == "cuda"
-    return plan.memory.total - (plan.memory.baseline if on_cuda else 0)
+    return replace(plan.memory, baseline=0) if on_cuda else plan.memory
 
 
 def _device_memory(view: RunView) -> dict[str, list[int]]:

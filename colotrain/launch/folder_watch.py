@@ -1,4 +1,4 @@
-"""Watches whether the run's folder takes what is written to it.
+"""Watches whether the run's folder takes what is written to it: a full disk, or a folder gone.
 
 Ranks go on where it does not: their events wait in memory, and a save that fails is left. Nothing
 that they write can tell of it, so the launcher does.

@@ -40,7 +40,7 @@ def survey_model(
         problems.append(_wrong_model(model, "has parameters", "register them on the module"))
     if not touches(problems, ("freeze",)):
         problems += _check_freeze(settings.freeze, found)
-    problems += _check_rules(settings.optim, found)
+    problems += _check_optimizer_rules(settings.optim, found)
     if not touches(problems, ("data",)):
         problems += check_objective(settings, model, found, surveys)
         problems += _check_text_samples(settings, model, found)
@@ -87,7 +87,7 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
         yield Problem(key="freeze.patterns", value=value, expected=expected, fix=fix)
 
 
-def _check_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
+def _check_optimizer_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
     names = [parameter.name for parameter in survey.parameters]
     for index, rule in enumerate(optim.rules):
         if not matches(names, [rule.match]):

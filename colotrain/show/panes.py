@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.text import Text
 
 from colotrain.events.slow_ranks import slow_ranks
-from colotrain.events.view import mfu, stages, unit
+from colotrain.events.view import mfu, planned_memory, stages, unit
 from colotrain.records import to_plain
 from colotrain.show.charts import (
     GREEN,
@@ -140,9 +140,12 @@ def short_duration_ms(seconds: float | None) -> str:
 
 
 def memory(frame: FrameState, width: int, height: int) -> list[Text]:
-    """Draw a bar per rank with a line at the predicted peak; show the fullest ranks."""
+    """Draw a bar per rank with a line at the predicted peak; show the fullest ranks.
+
+    The numbers are those of the event `memory` (`engine.step.recording`).
+    """
     view, plan = frame.view, frame.plan
-    predicted = plan.memory.total
+    predicted = planned_memory(plan).total
     scale = scale_of(max(predicted, *view.peak_by_rank, 0), plan.cluster.memory_bytes)
     lines = [_prediction(frame, width)] if height > 2 else []
     if height > 3 and view.memory_by_rank:
@@ -155,7 +158,8 @@ def memory(frame: FrameState, width: int, height: int) -> list[Text]:
     for rank, peak in sorted(listed) if len(listed) == len(peaks) else listed:
         rss = view.rss_by_rank[rank] if rank < len(view.rss_by_rank) else 0
         numbers = f" peak {short_size(peak)}"
-        numbers += f", now {short_size(rss)}" if width > 50 else ""
+        held = "host" if plan.cluster.device == "cuda" else "now"  # peaks on a GPU are of its own
+        numbers += f", {held} {short_size(rss)}" if width > 50 else ""
         line = Text(f"{rank:>4} ")
         bar_width = max(4, width - 5 - (26 if width > 50 else 13))
         parts = _parts(view.memory_by_rank.get(rank)) or [("peak", float(peak))]
@@ -170,11 +174,11 @@ def memory(frame: FrameState, width: int, height: int) -> list[Text]:
 
 def _prediction(frame: FrameState, width: int) -> Text:
     """Return the plan's memory breakdown, largest categories first."""
-    capacity, breakdown = frame.plan.cluster.memory_bytes, to_plain(frame.plan.memory)
+    capacity, planned = frame.plan.cluster.memory_bytes, planned_memory(frame.plan)
     line = Text.assemble(("│", f"bold {ORANGE}"))
-    line.append(f" predicted {short_size(frame.plan.memory.total)}")
+    line.append(f" predicted {short_size(planned.total)}")
     line.append(f" of {short_size(capacity)}")
-    for name, size in sorted(breakdown.items(), key=lambda item: -item[1]):
+    for name, size in sorted(to_plain(planned).items(), key=lambda item: -item[1]):
         part = f" {name} {short_size(size)}"
         if size > 0 and len(line) + len(part) <= width:
             line.append(part, "dim")

@@ -10,7 +10,7 @@ from typing import Any
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import follow
 from colotrain.events.gradients import Heat
-from colotrain.events.view import Series, peak_memory, unit
+from colotrain.events.view import Series, peak_memory, planned_memory, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean
@@ -57,7 +57,7 @@ def read_curves(rundir: RunDir) -> Curves:
         evals=view.evals,
         throughput=view.throughput,
         heat=view.heat,
-        predicted=_sizes(rundir.plan().memory),
+        predicted=_sizes(planned_memory(rundir.plan())),
         measured=_sizes(of_peak) or ({PROCESS: peak} if peak else {}),
         peak=peak,
     )

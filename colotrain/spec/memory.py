@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Bytes by category on the rank that peaks, predicted or measured in the same shape."""
+    """Bytes by category on a rank at its peak, predicted or measured in the same shape."""
 
     parameters: int = 0
     gradients: int = 0

@@ -1,6 +1,6 @@
 """The run plan: the fully resolved, validated, immutable description of a run (`plan.json`).
 
-Workers read this file and torchrun's variables, and nothing else. Standard library only.
+All that a worker knows of the run's settings is in this file. Standard library only.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
             batch=batch,
             split=plan.plugin.split_blocks,
         )
-        sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups, frozen=frozen.reasons)
+        sharded = shard_(model, plan, Groups(plan.ranks, "cpu"), groups, frozen=frozen)
         assert install(sharded) is not None
         shared_params = share_parameters(sharded)
         assert (shared_params is None) == (plan.train.precision == "bf16")

@@ -20,7 +20,7 @@ from colotrain.engine.comms.agreement import check_filled_alike
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.model.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.model.changed_inputs import CHANGING
-from colotrain.engine.model.freezing import Frozen, freeze_
+from colotrain.engine.model.freezing import freeze_
 from colotrain.engine.model.model_checks import check_dtypes
 from colotrain.engine.model.precision import cast_dtype
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
@@ -72,7 +72,8 @@ class Build:
     given: Set[str] = frozenset()
     """Parameters and buffers that may be left without values: that state has them."""
 
-    frozen: Frozen = field(init=False)
+    frozen: dict[str, str] = field(init=False)
+    """Name of each frozen parameter → why it is frozen."""
     undecayed: Set[str] = field(init=False)
     tensor: TensorGroup = field(default_factory=TensorGroup)
     groups: list[tuple[str, list[nn.Module]]] = field(init=False)
@@ -188,9 +189,9 @@ def shard(build: Build) -> None:
     """Shard the groups, and let ranks of one host exchange through shared memory."""
     model, plan, stage, comms = build.model, build.plan, build.stage, build.comms
     build.groups = stage.own_groups(model, build.groups)
-    if comms.ranks.size(PP) > 1:
+    if plan.mesh.pp > 1:
         stage.connect_(comms)
-    if comms.ranks.size(TP) > 1:
+    if plan.mesh.tp > 1:
         build.tensor.connect_(comms[TP], comms.device)
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, build.groups, plan, state_ratio(plan.optim))
@@ -204,7 +205,7 @@ def shard(build: Build) -> None:
         offloads=offloads,
         tensor=build.tensor,
         stage=stage,
-        frozen=build.frozen.reasons,
+        frozen=build.frozen,
     )
     stage.install_(model)
     build.transport = install(build.sharded)

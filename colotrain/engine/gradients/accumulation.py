@@ -1,4 +1,4 @@
-"""Gradient accumulation, and the only code that divides the loss.
+"""Gradient accumulation, and the only code that divides what gradients come from.
 
 Each micro-batch's loss is weighted by the number of its targets. So the gradient of a step is that
 of the mean over all targets of the global batch, however the batch is divided into micro-batches

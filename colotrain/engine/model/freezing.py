@@ -1,9 +1,10 @@
-"""Freezing: globs on parameter names, applied before sharding and before the optimizer exists."""
+"""Freezing: globs on parameter names, applied before sharding and before the optimizer exists.
+
+What a schedule unfreezes later is unfrozen by the same function (`step.rollback.freeze_as_of`);
+adapters freeze what they adapt by themselves, and `PartMap` keeps the reasons.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -14,49 +15,40 @@ BY_MODEL = "requires_grad"
 """Reason for a parameter that the model's own code froze."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
-    """The parameters that do not train, and why."""
-
-    reasons: dict[str, str]
-    """Parameter name → the pattern that froze it, or BY_MODEL."""
-    matched: dict[str, int]
-    """Pattern (from patterns, except and unfreeze) → number of parameters that match it."""
-
-
-def freeze_(model: nn.Module, plan: FreezePlan, *, step: int = 0) -> Frozen:
+def freeze_(model: nn.Module, freeze: FreezePlan, *, step: int = 0) -> dict[str, str]:
     """Set `requires_grad` of every parameter as the plan says for `step` (0 is the first).
+
+    Return the name of each frozen parameter → the pattern that froze it, or `BY_MODEL`.
 
     A tied parameter matches by any of its names. Parameters that the model's own code froze stay
     frozen unless `except` or the schedule names them. Works on sharded models too, as long as their
     parameters are in the sharded state.
     """
-    names = names_of(model)
     reasons: dict[str, str] = {}
-    for parameter, known_as in names.items():
-        reason = _reason(known_as, parameter, plan, step)
+    for parameter, known_as in names_of(model).items():
+        reason = _reason(known_as, parameter, freeze, step)
         parameter.requires_grad = reason is None  # a lazy parameter has no requires_grad_()
         if reason is not None:
             reasons[known_as[0]] = reason
-    return Frozen(reasons=reasons, matched=_count_matches(names.values(), plan))
+    return reasons
 
 
 def _reason(
-    known_as: list[str], parameter: nn.Parameter, plan: FreezePlan, step: int
+    known_as: list[str], parameter: nn.Parameter, freeze: FreezePlan, step: int
 ) -> str | None:
-    unfrozen = [globs for at, globs in plan.unfreeze.items() if at <= step]
-    if any(matches(known_as, globs) for globs in (plan.except_, *unfrozen)):
+    unfrozen = [globs for at, globs in freeze.unfreeze.items() if at <= step]
+    if any(matches(known_as, globs) for globs in (freeze.except_, *unfrozen)):
         return None
-    pattern = next((glob for glob in plan.patterns if matches(known_as, [glob])), None)
+    pattern = next((glob for glob in freeze.patterns if matches(known_as, [glob])), None)
     if pattern is not None:
         return pattern
     return None if parameter.requires_grad else BY_MODEL
 
 
-def unfrozen_later(model: nn.Module, plan: FreezePlan) -> set[str]:
+def unfrozen_later(model: nn.Module, freeze: FreezePlan) -> set[str]:
     """Return the parameters that the schedule unfreezes at any step, past steps included."""
     known = names_of(model).values()
-    return {known_as[0] for known_as in known if plan.unfreezes(known_as)}
+    return {known_as[0] for known_as in known if freeze.unfreezes(known_as)}
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -67,7 +59,8 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _count_matches(known: Iterable[list[str]], plan: FreezePlan) -> dict[str, int]:
-    known = list(known)
-    globs = (*plan.patterns, *plan.except_, *plan.scheduled)
+def count_matches(model: nn.Module, freeze: FreezePlan) -> dict[str, int]:
+    """Return pattern (of patterns, except and unfreeze) → number of parameters that it matches."""
+    known = names_of(model).values()
+    globs = (*freeze.patterns, *freeze.except_, *freeze.scheduled)
     return {glob: sum(matches(names, [glob]) for names in known) for glob in globs}

@@ -27,11 +27,10 @@ def divide_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> None:
 
     No forward may run on a single rank afterwards: it waits for the other ranks of its group.
     """
-    if (size := comms.ranks.size(CP)) == 1:
-        return
     if not hasattr(model, ATTRIBUTE):
         raise UsageError(
-            f"mesh.cp={size}: {plan.model.value} cannot divide the tokens of a sample among ranks",
+            f"mesh.cp={plan.mesh.cp}: {plan.model.value} cannot divide the tokens of a sample "
+            "among ranks",
             "set mesh.cp=1",
         )
     divide_sequences_(model, make_shard(comms[CP], comms.device))

@@ -60,8 +60,7 @@ class TensorGroup:
 
 def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> TensorGroup:
     """Leave this rank's parts of the parameters in `model`, as `mesh.tp` says."""
-    if (size := comms.ranks.size(TP)) == 1:
-        return TensorGroup()
+    size = plan.mesh.tp
     how = own_divisions(model, plan.model)
     if how is None:
         raise UsageError(

@@ -1,11 +1,10 @@
 """Copies of the last steps' state in the launcher's memory, from which its workers restart.
 
-After a step each rank copies what it holds of the state into one of its two files, in turn, so
-that one whole copy exists at any moment. A rank begins a copy only after all ranks have finished
-the one before: between two copies the ranks meet in a step's all-reduce. So the newest copy that
-all ranks have is at most one step old. A rank reads its own copy where there are as many ranks as
-there were, and each has its own; otherwise all read the copies of all ranks as a whole
-(`whole_copy`).
+Each rank copies what it holds of the state into one of its two files (`memory_file`), in turn, so
+that one whole copy exists at any moment: after every step, or every few where a copy takes long. A
+rank begins a copy only after all ranks have finished the one before: between two copies the ranks
+meet in a step's all-reduce. A rank reads its own copy where there are as many ranks as there were,
+and each has its own; otherwise all read the copies of all ranks as a whole (`whole_copy`).
 """
 
 from __future__ import annotations

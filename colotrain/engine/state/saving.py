@@ -8,7 +8,8 @@ Each rank writes its own file and reports the outcome through the process group'
 publishes the checkpoint once all have. All ranks write into a temporary folder, which is renamed
 when every file is synced and in the manifest with its checksum.
 
-The thread uses no collective, which could get mixed up with training's.
+The thread uses no collective, which could get mixed up with training's. When a save is due is
+decided by `step.participants.Saving`.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class Saver:
         return Saver(plan=plan, rundir=rundir, events=events, token=token)
 
     def is_due_by_time(self) -> bool:
-        """Whether `checkpoint.every` as a duration has passed since this rank's last save began."""
+        """Whether `checkpoint.minutes` have passed since this rank's last save began."""
         return 0 < self.plan.checkpoint.every_s <= time.monotonic() - self.began_at
 
     def begin(self, state: State, *, background: bool = True) -> None:

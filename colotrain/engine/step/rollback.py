@@ -108,7 +108,7 @@ def freeze_as_of(run: Run, step: int) -> None:
     """Train exactly the parameters that the plan's schedule trains in `step`."""
     reshard(run.sharded)
     model, optimizer = run.sharded.module, run.optimizer
-    run.sharded.parts.freeze(freeze_(model, run.plan.freeze, step=step).reasons)
+    run.sharded.parts.freeze(freeze_(model, run.plan.freeze, step=step))
     training = run.sharded.trained()
     optimizer.drop([name for name in optimizer.parameters if name not in training])
     optimizer.add({n: p for n, p in training.items() if n not in optimizer.parameters})

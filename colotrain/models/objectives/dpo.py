@@ -1,7 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023): a loss of pairs of answers.
 
 A batch has `input_ids` and `labels` [pairs, 2, seq], the chosen answers first, and
-`reference` [pairs, 2]: log-probabilities of both under the model as the run began.
+`reference_log_probs` [pairs, 2]: log-probabilities of both under the model as the run began.
 """
 
 from __future__ import annotations

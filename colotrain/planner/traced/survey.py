@@ -26,7 +26,7 @@ from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.build.sequence import find_sequence
 from colotrain.engine.model.block_reasons import reasons_without_values
-from colotrain.engine.model.freezing import freeze_
+from colotrain.engine.model.freezing import count_matches, freeze_
 from colotrain.engine.model.model_blocks import find_blocks
 from colotrain.engine.model.model_checks import check_dtypes, check_parameters
 from colotrain.engine.step import loss_trial
@@ -85,7 +85,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
             shape=tuple(parameter.shape),
             numel=parameter.numel(),
             itemsize=parameter.element_size(),
-            frozen_by=frozen.reasons.get(name),
+            frozen_by=frozen.get(name),
             aliases=aliases[name],
             group=groups.get(id(parameter), ""),
         )
@@ -93,7 +93,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     )
     return Survey(
         parameters=parameters,
-        matched=frozen.matched,
+        matched=count_matches(module, freeze),
         flops_per_token=flops_per_token(module, seq_len),
         vocab_size=vocab_size(module),
         **positions(module),

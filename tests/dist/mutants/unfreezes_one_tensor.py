@@ -8,7 +8,7 @@ freeze = engine.freeze_
 
 def freeze_(model, plan, *, step=0):
     frozen = freeze(model, plan, step=step)
-    name = sorted(frozen.reasons)[0]
+    name = sorted(frozen)[0]
     model.get_parameter(name).requires_grad_(True)
     return frozen
 

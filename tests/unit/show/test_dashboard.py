@@ -567,6 +567,17 @@ def test_memory_is_shown_by_category_with_the_sizes_of_the_fullest_rank() -> Non
     assert "measured (rank 1) step 180MiB optimizer 160MiB torch 100MiB" in text
 
 
+def test_on_a_gpu_the_mark_is_where_the_peaks_are_compared_with_the_plan() -> None:
+    """The allocator's peak has no CUDA context, and what the host holds is no part of it."""
+    memory = replace(PLAN.memory, parameters=300 * MIB, optimizer=0, baseline=800 * MIB)
+    plan = replace(PLAN, memory=memory, cluster=replace(PLAN.cluster, device="cuda"))
+    text = picture(fold(rich_run()), width=120, height=60, focus="ranks", plan=plan)
+    assert "predicted 300MiB of" in text
+    assert "torch" not in text.partition("predicted")[2].partition("\n")[0]
+    assert ", host " in text
+    assert ", now " not in text
+
+
 def test_numbers_at_the_end_of_their_range_are_drawn() -> None:
     far = [(0, 1e308), (1, -1e308), (2, 1.0), (3, math.inf)]
     assert len(chart(far, width=20, height=4)) >= 4
