@@ -17,7 +17,7 @@ from tests.simulated.running import SMALL, WIDER, Found, apart, carry_out
 pytestmark = pytest.mark.timeout(1800)  # seconds, for the module's fixture runs all cases
 
 STEPS = 4
-PLACING = 4
+PLACING = 2
 """Waits of a run for the first step's memory, from which all ranks decide where groups rest."""
 QUIET = ("train.eval_steps=0",)
 TRAIN = ("train.max_steps=4", "train.micro_batch=2")
