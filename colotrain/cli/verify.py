@@ -21,7 +21,7 @@ from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.spec.axes import SAMPLES
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
-from colotrain.spec.plan import RunPlan
+from colotrain.spec.plan import DataPlan, RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.quantities import format_size, short_duration
 
@@ -61,11 +61,6 @@ def verify(
     `freeze` is none where nothing but the plan's own patterns is to be frozen. With `resume` each
     case stops in the middle, and goes on from its checkpoint.
     """
-    from colotrain.data.prepare.tokens import prepare_all
-    from colotrain.show.progress import preparation
-    from colotrain.verify.compare import Tolerance
-    from colotrain.verify.runner import verify as run_cases
-
     postpone_compiler()
     names = _names(plugins) if plugins else list(ROWS)
     sizes = _numbers("--world-sizes", world_sizes) if world_sizes else []
@@ -93,17 +88,29 @@ def verify(
         steps=steps,
         resumes=resume,
     )
+    console = stderr_console()
+    _tell_duration(console, plans, steps)
+    results = _compare(plans, resolved.plan.data, tolerance, console)
+    return _report(results, console, as_json=as_json)
+
+
+def _compare(
+    plans: Sequence[RunPlan], data: DataPlan, tolerance: float | None, console: Console
+) -> list[CaseResult]:
+    """Prepare the data, and run the cases and the reference in a folder of their own."""
+    from colotrain.data.prepare.tokens import prepare_all
+    from colotrain.show.progress import preparation
+    from colotrain.verify.compare import Tolerance
+    from colotrain.verify.runner import verify as run_cases
+
     limits = None
     if tolerance is not None:
         limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
-    console = stderr_console()
-    _tell_duration(console, plans, steps)
     with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
-        if resolved.plan.data.source != "target":
-            prepare_all(resolved.plan.data, progress=progress)
+        if data.source != "target":
+            prepare_all(data, progress=progress)
         with _folder_of_cases() as folder:
-            results = list(run_cases(plans, folder, tolerance=limits, progress=progress))
-    return _report(results, console, as_json=as_json)
+            return list(run_cases(plans, folder, tolerance=limits, progress=progress))
 
 
 def _report(results: Sequence[CaseResult], console: Console, *, as_json: bool) -> int:
