@@ -164,16 +164,19 @@ def loss_on(choice: str) -> Rule:
 
 
 def optimizer(value: Any, _: Flat) -> Answer:
-    """The optimizer of a name; a state of fewer bits is an approximation of the same update."""
+    """The optimizer of a name, which may ask for a state of few bits."""
     answer = optimizer_name(str(value))
     if answer.outcome != "taken":
         *others, last = OPTIMIZERS
         note = f"the optimizers are {', '.join(others)} and {last}, not {value}"
         return Answer(outcome="refused", note=note)
-    note = answer.note
-    if re.search(r"[48]bit", str(value)):
+    note, settings = answer.note, answer.settings
+    if re.search(r"8bit", str(value)) and settings == {"optim.name": "adamw"}:
+        settings = {"optim.name": "adamw8bit"}
+        note = "a block of its state lies within a row here (docs/optimizers.md)"
+    elif re.search(r"[48]bit", str(value)):
         note = "its state is of the weights' precision here, not of few bits"
-    return Answer(outcome="taken", note=note, settings=answer.settings)
+    return Answer(outcome="taken", note=note, settings=settings)
 
 
 def schedule(value: Any, _: Flat) -> Answer:

@@ -128,12 +128,16 @@ def _group(
     )
 
 
+def num_rows(parameter: ParameterInfo, shard: int) -> int:
+    """Rows of the first shard; `fully_shard` cuts dimension 0 and rounds up. A scalar is one."""
+    return math.ceil(parameter.shape[0] / shard) if parameter.shape else 1
+
+
 def shard_numel(parameter: ParameterInfo, shard: int) -> int:
-    """Elements of the first shard; `fully_shard` cuts dimension 0 and rounds up."""
+    """Elements of the first shard."""
     if not parameter.shape:
         return parameter.numel
-    rows = parameter.shape[0]
-    return math.ceil(rows / shard) * (parameter.numel // max(1, rows))
+    return num_rows(parameter, shard) * (parameter.numel // max(1, parameter.shape[0]))
 
 
 def _padded(parameter: ParameterInfo, shard: int) -> int:

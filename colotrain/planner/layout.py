@@ -13,8 +13,6 @@ from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
 from colotrain.spec.survey import COMPILER, TRANSFORMERS
 
-STATE_BYTES = 4
-"""Bytes per element of optimizer state, which has the dtype of its parameter: here fp32."""
 CPU_BASELINE_BYTES = 257 << 20
 """Memory of a worker with torch 2.13 for CPU: 240 to 248 MiB when the model is built, without the
 model, and 8 to 15 MiB of library pages first touched in training."""
@@ -135,14 +133,6 @@ def layout_of(
         records_gradients=records_gradients,
         baseline=baseline_bytes(device, libraries),
     )
-
-
-def state_bytes(optim: OptimPlan) -> int:
-    """Bytes of optimizer state per trained element: Adam has two moments, SGD maybe momentum."""
-    known = optimizer_of(optim.name)
-    if known.momentum_is_optional and not (optim.betas and optim.betas[0]):
-        return 0
-    return known.state_tensors * STATE_BYTES
 
 
 def counter_bytes(optim: OptimPlan) -> int:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from colotrain.planner.allocations import RANGE, AllocationCounter
 from colotrain.planner.gpu_margin import gpu_margin_bytes, workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
-from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.planner.layout import Layout
 from colotrain.planner.memory_changes import MemoryChange, memory_changes
-from colotrain.planner.model_states import Transient, model_state_bytes
+from colotrain.planner.model_states import Transient, model_state_bytes, optimizer_bytes
 from colotrain.spec.cpu_memory import (
     LARGEST_BUFFER_BYTES,
     MOST_WRITTEN_BYTES,
@@ -162,9 +162,7 @@ class _StepSimulation:
         allocations.begin("initial", "buffers", largest, lasts=True)
         allocations.end("initial")
         allocations.end("whole")
-        moments = sum(g.trained_shard_numel for g in groups) * state_bytes(layout.optim)
-        trained = sum(p.frozen_by is None for p in parameters)
-        moments += trained * counter_bytes(layout.optim)
+        moments = optimizer_bytes(layout, [p for p in parameters if p.frozen_by is None])
         allocations.begin("moments", "optimizer", moments, lasts=True)
 
     def shared_bytes(self) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from colotrain.planner.groups import shard_numel
-from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.planner.groups import num_rows, shard_numel
+from colotrain.planner.layout import Layout, counter_bytes
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plugins import stays_gathered
 from colotrain.spec.survey import ParameterInfo, Survey
@@ -38,10 +38,16 @@ def model_state_bytes(layout: Layout, survey: Survey) -> MemoryBreakdown:
     return MemoryBreakdown(
         parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
         gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
-        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim)
-        + len(trainable) * counter_bytes(layout.optim),
+        optimizer=optimizer_bytes(layout, trainable),
         gathered=_gathered_bytes(layout, parameters),
     )
+
+
+def optimizer_bytes(layout: Layout, trainable: Sequence[ParameterInfo]) -> int:
+    """Bytes of the optimizer's state on the largest rank, step counts included."""
+    optim, shard = layout.optim, layout.shard
+    rows = (num_rows(p, shard) * optim.state_bytes_per_row(p.shape, p.itemsize) for p in trainable)
+    return sum(rows) + len(trainable) * counter_bytes(optim)
 
 
 def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colotrain.planner.groups import shard_numel
-from colotrain.planner.layout import STATE_BYTES, baseline_bytes, state_bytes
+from colotrain.planner.layout import baseline_bytes
 from colotrain.planner.memory import Estimate, around
 from colotrain.planner.model_states import Transient
 from colotrain.spec.memory import MemoryBreakdown
@@ -53,9 +53,9 @@ def planned_bytes(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[
     """Bytes of each group on a rank with padding, those of the root group last."""
     chunks = chunks_of(plugin, survey)
     names = [chunk.names[0] for chunk in chunks] + [""]
-    ratio = state_bytes(optim) / STATE_BYTES
+    per_row = optim.state_bytes_per_row
     return [
-        group_bytes(name, map(_declared, inside), ranks=plugin.dp_shard, state_ratio=ratio)
+        group_bytes(name, map(_declared, inside), ranks=plugin.dp_shard, state_per_row=per_row)
         for name, inside in zip(names, members(chunks, survey), strict=True)
     ]
 

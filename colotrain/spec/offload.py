@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,29 +66,32 @@ class Declared:
     """Whether it trains now or is unfrozen later."""
 
 
-def shard_bytes(parameter: Declared, ranks: int) -> int:
-    """Bytes of a rank's rows, padded so that every rank has as many.
+def padded_rows(parameter: Declared, ranks: int) -> int:
+    """A rank's rows, padded so that every rank has as many.
 
     Scalars and empty parameters are not sharded: 0.
     """
-    rows, *rest = parameter.shape or (0,)
-    return math.ceil(rows / ranks) * math.prod(rest) * parameter.itemsize
+    return math.ceil((*parameter.shape, 0)[0] / ranks)
+
+
+StatePerRow = Callable[[tuple[int, ...], int], float]
+"""Whole shape of a parameter, and bytes per element → bytes of optimizer state for each row."""
 
 
 def group_bytes(
-    name: str, parameters: Iterable[Declared], *, ranks: int, state_ratio: float
+    name: str, parameters: Iterable[Declared], *, ranks: int, state_per_row: StatePerRow
 ) -> GroupBytes:
-    """Bytes of a group; `state_ratio` is bytes of optimizer state per byte of parameter.
-
-    Optimizers keep their state in the parameter's own dtype, as gradients are.
-    """
+    """Bytes of a group. Gradients have the parameter's own dtype."""
     whole = trained = 0
+    state = 0.0
     for parameter in parameters:
-        size = shard_bytes(parameter, ranks)
+        rows, itemsize = padded_rows(parameter, ranks), parameter.itemsize
+        size = rows * math.prod(parameter.shape[1:]) * itemsize
         whole += size
-        trained += size * parameter.trains
-    state = round(trained * state_ratio)
-    return GroupBytes(name=name, parameters=whole, gradients=trained, optimizer=state)
+        if parameter.trains:
+            trained += size
+            state += rows * state_per_row(parameter.shape, itemsize)
+    return GroupBytes(name=name, parameters=whole, gradients=trained, optimizer=round(state))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Runs of elements whose 8-bit codes share one scale, so that a code can be told as a number.
+
+    A block lies within a row, which is all elements of one index of the first dimension: the ranks
+    divide a parameter by rows, and blocks are then the same on any number of ranks.
+    """
+
+    size: int = 256
+    """Elements of a block; the last one of a row may have fewer."""
+    min_numel: int = 4096
+    """Elements of the smallest whole parameter whose state has 8 bits."""
+    min_row: int = 16
+    """Elements of the shortest row whose state has 8 bits."""
+    code_bytes: int = 1
+    scale_bytes: int = 4
+
+    def hold(self, shape: Sequence[int]) -> bool:
+        """Whether the state of a parameter of this whole shape has 8 bits, not 32."""
+        is_large = len(shape) > 1 and math.prod(shape) >= self.min_numel
+        return is_large and math.prod(shape[1:]) >= self.min_row
+
+    def num_in_row(self, row: int) -> int:
+        return math.ceil(row / self.size)
+
+
+BLOCKS = Blocks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +65,23 @@ class Optimizer:
     """Whether it updates the matrices of numbered layers in another way than the rest."""
     whole_state: frozenset[str] = frozenset()
     """Keys of a matrix's state that every rank has whole; of others it has its rows."""
+    blocks: Blocks | None = None
+    """How the state of large parameters has 8 bits; None where it has the parameter's dtype."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `bytes_per_row` is exact, not the most or an assumption."""
+        return self.is_elementwise or self.blocks is not None
+
+    def bytes_per_row(self, shape: Sequence[int], itemsize: int) -> int:
+        """Bytes of state for each row of a parameter of this whole shape, or for a scalar."""
+        row = math.prod(shape[1:])
+        if self.blocks is None:
+            return self.state_tensors * row * itemsize
+        if not self.blocks.hold(shape):
+            return self.state_tensors * row * max(itemsize, 4)
+        scales = self.blocks.num_in_row(row) * self.blocks.scale_bytes
+        return self.state_tensors * (row * self.blocks.code_bytes + scales)
 
 
 OPTIMIZERS = {
@@ -56,6 +104,9 @@ OPTIMIZERS = {
         is_elementwise=True,
         is_fused=True,
         loses_halves=True,
+    ),
+    "adamw8bit": Optimizer(
+        state_tensors=2, num_betas=(2,), counts_steps=True, begins_with_zeros=True, blocks=BLOCKS
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
     # The most: embeddings have AdamW's two; matrices have one.

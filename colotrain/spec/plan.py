@@ -20,6 +20,7 @@ from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.objectives import IGNORE_INDEX, MaskedPlan, ObjectivePlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
+from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plugins import Gradients, ParametersLive
 from colotrain.spec.settings import (
     CommonCheckpoint,
@@ -251,6 +252,13 @@ class OptimPlan(CommonOptim):
     def num_decay_steps(self, max_steps: int) -> int:
         """wsd: steps of the final decay in a run of `max_steps`."""
         return min(self.decay_steps or max(max_steps // 5, 1), max_steps)
+
+    def state_bytes_per_row(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Bytes of state for each row of a parameter of this whole shape, step count excluded."""
+        known = optimizer_of(self.name)
+        if known.momentum_is_optional and not (self.betas and self.betas[0]):
+            return 0
+        return known.bytes_per_row(shape, itemsize)
 
 
 def matches(names: Iterable[str], globs: Iterable[str]) -> bool:

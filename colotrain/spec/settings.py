@@ -165,8 +165,9 @@ class CommonOptim:
     """The optimizer."""
 
     name: str = "adamw"
-    """adamw, sgd, lion, muon (for the matrices of layers; AdamW for the rest), adafactor, or
-    `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
+    """adamw, sgd, adamw8bit (its moments have 8 bits), lion, muon (for the matrices of layers;
+    AdamW for the rest), adafactor, or `package.module:Class`, which is called with parameter
+    groups, `lr` and `args`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of an optimizer of your own."""
     rules: tuple[RulePlan, ...] = ()
@@ -175,7 +176,7 @@ class CommonOptim:
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, ...] = (0.9, 0.95)
-    """The two decay rates of AdamW and Lion."""
+    """The two decay rates of AdamW, in 8 bits too, and of Lion."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1

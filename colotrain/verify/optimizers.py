@@ -46,6 +46,8 @@ def optimizer_of(
         return torch.optim.Adafactor([group])
     if plan.name == "lion":
         return PlainLion([group], {"betas": betas})
+    if plan.name == "adamw8bit":
+        return PlainAdamW8bit([group], {"betas": betas, "eps": plan.eps})
     if plan.name == "muon" and is_hidden and re.search(r"(^|\.)[0-9]+\.", name):
         return torch.optim.Muon([group], momentum=betas[1], adjust_lr_fn="match_rms_adamw")
     if plan.name in ("adamw", "muon"):
@@ -70,6 +72,56 @@ class PlainLion(torch.optim.Optimizer):
                 direction = torch.sign(beta1 * moment + (1 - beta1) * gradient)
                 weight.copy_(weight - rate * (direction + decay * weight))
                 self.state[weight]["m"] = beta2 * moment + (1 - beta2) * gradient
+
+
+class PlainAdamW8bit(torch.optim.Optimizer):
+    """AdamW that after each step rounds both moments to what 8 bits can tell of them.
+
+    A run of up to 256 elements, within what one index of the first dimension selects, has a scale.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state, gradient = self.state[weight], weight.grad
+                count = state["t"] = state.get("t", 0) + 1
+                mean = beta1 * state.get("m", 0.0) + (1 - beta1) * gradient
+                square = beta2 * state.get("v", 0.0) + (1 - beta2) * gradient**2
+                root = (square / (1 - beta2**count)).sqrt() + group["eps"]
+                step = mean / (1 - beta1**count) / root + decay * weight
+                weight.copy_(weight - rate * step)
+                is_large = weight.numel() >= 4096 and weight.ndim > 1 and weight[0].numel() >= 16
+                state["m"] = in_8_bits(mean, signed=True) if is_large else mean
+                state["v"] = in_8_bits(square, signed=False) if is_large else square
+
+
+def in_8_bits(values: Tensor, *, signed: bool) -> Tensor:
+    """Round each run of 256 to the nearest of 256 values times its largest; a number above zero
+    that is never negative stays above zero."""
+    found = []
+    for run in values.flatten(1).split(256, dim=1):
+        scale = run.abs().amax(1, keepdim=True)
+        table = torch.tensor(numbers_of_8_bits(signed=signed), dtype=values.dtype) * scale
+        index = torch.searchsorted((table[:, 1:] + table[:, :-1]) / 2, run.contiguous())
+        if not signed:
+            index = torch.where(run > 0, index.clamp(min=1), index)
+        found.append(table.gather(1, index))
+    return torch.cat(found, dim=1).view_as(values)
+
+
+def numbers_of_8_bits(*, signed: bool) -> list[float]:
+    """The dynamic data type of Dettmers et al. 2022: decades, each cut finer than the one below."""
+    numbers = {0.0, 1.0}
+    for decade in range(7):
+        cuts = 2**decade if signed else 2 ** (decade + 1)
+        for cut in range(cuts):
+            middle = (0.1 + 0.9 * (cut + 0.5) / cuts) * 10.0 ** (decade - 6)
+            numbers |= {middle, -middle} if signed else {middle}
+    return sorted(numbers)
 
 
 def names_without_decay(model: nn.Module) -> set[str]:

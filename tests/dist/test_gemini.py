@@ -34,6 +34,7 @@ CASES = {
     "selective recomputation": ("train.activation_checkpointing=selective",),
     "half precision": ("train.precision=bf16",),
     "momentum": ("optim.name=sgd", "optim.lr=0.1"),
+    "moments of 8 bits": ("optim.name=adamw8bit", "model.args.d_model=72"),
     "odd shapes on three ranks": (
         "cluster.procs_per_node=3",
         "train.global_batch=12",

@@ -26,7 +26,7 @@ from colotrain.engine.model.precision import cast_dtype
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.parameter_settings import norms_and_biases
-from colotrain.engine.optim.shard_optimizer import state_ratio
+from colotrain.engine.optim.shard_optimizer import state_per_row
 from colotrain.engine.pipeline.stage import Stage, keep_stage_
 from colotrain.engine.sharding.context_parallel import divide_among_ranks_
 from colotrain.engine.sharding.counted_waits import count_waits_
@@ -194,7 +194,7 @@ def shard(build: Build) -> None:
     if plan.mesh.tp > 1:
         build.tensor.connect_(comms[TP], comms.device)
     if plan.plugin.budget is not None:
-        sizes = measure_bytes(model, build.groups, plan, state_ratio(plan.optim))
+        sizes = measure_bytes(model, build.groups, plan, state_per_row(plan.optim))
         build.tiers = Tiers(plan, build.rundir, sizes, estimate_non_model_bytes(plan, sizes))
     offloads = build.tiers.policy.offloads if build.tiers else lambda index: False
     build.sharded = shard_(

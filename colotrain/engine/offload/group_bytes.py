@@ -15,6 +15,7 @@ from colotrain.spec.offload import (
     Declared,
     GroupBytes,
     NonModelBytes,
+    StatePerRow,
     estimate_non_model,
     group_bytes,
     with_margin,
@@ -25,13 +26,13 @@ Modules = list[tuple[str, list[nn.Module]]]
 
 
 def measure_bytes(
-    model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float
+    model: nn.Module, groups: Modules, plan: RunPlan, state_per_row: StatePerRow
 ) -> list[GroupBytes]:
     """Return the bytes of each group per rank, the root group's last.
 
-    Gradients and optimizer state count for every parameter that trains now or is unfrozen later;
-    `state_ratio` is bytes of optimizer state per byte of parameter. The result is the same on every
-    rank, because shards are counted with the padding that makes them equal.
+    Gradients and optimizer state count for every parameter that trains now or is unfrozen later.
+    The result is the same on every rank, because shards are counted with the padding that makes
+    them equal.
     """
     names = names_of(model)
     sizes = []
@@ -45,7 +46,7 @@ def measure_bytes(
             shape, itemsize = tuple(parameter.shape), parameter.itemsize
             declared.append(Declared(shape=shape, itemsize=itemsize, trains=trains))
         ranks = plan.plugin.dp_shard
-        sizes.append(group_bytes(name, declared, ranks=ranks, state_ratio=state_ratio))
+        sizes.append(group_bytes(name, declared, ranks=ranks, state_per_row=state_per_row))
     return sizes
 
 

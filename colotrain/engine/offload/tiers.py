@@ -51,7 +51,7 @@ from colotrain.spec.offload import (
 )
 from colotrain.spec.plan import RunPlan
 
-TENSORS_OF_STATE = 3
+TENSORS_OF_STATE = 4
 """Tensors of optimizer state per parameter for which space for alignment is reserved."""
 
 

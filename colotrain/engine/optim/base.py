@@ -25,13 +25,19 @@ class Layout(Protocol):
         """Return the rows of the whole parameter; None where this rank has all of it."""
         ...
 
+    def whole_shape(self, shard: nn.Parameter) -> torch.Size: ...
+
     def sum_(self, values: Tensor) -> None:
         """Sum `values` in place over the ranks that share one copy of the model (collective)."""
         ...
 
 
 class Unsharded:
-    """The layout of a parameter that is whole on this rank."""
+    """The layout of a parameter that is whole on this rank, or stands for a part of one."""
+
+    def __init__(self, shape: torch.Size | None = None) -> None:
+        self.shape = shape
+        """Shape of the whole parameter that it stands for a part of."""
 
     def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
         return value
@@ -41,6 +47,9 @@ class Unsharded:
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         return None
+
+    def whole_shape(self, shard: nn.Parameter) -> torch.Size:
+        return shard.shape if self.shape is None else self.shape
 
     def sum_(self, values: Tensor) -> None:
         raise AssertionError("nothing is shared")

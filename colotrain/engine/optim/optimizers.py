@@ -1,6 +1,7 @@
 """The optimizers by name: a row each, and what torch's fused kernels cannot do.
 
-Elementwise optimizers (adamw, sgd, lion) work on local shards. muon gathers its matrices, and
+Elementwise optimizers (adamw, sgd, lion) work on local shards, and so does adamw8bit, whose blocks
+lie within rows. muon gathers its matrices, and
 adafactor sums its moments over ranks. A user's own optimizer gets DTensors, on which torch's
 operations mean the whole tensor.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from colotrain.engine.optim.adafactor import Adafactor
+from colotrain.engine.optim.adamw8bit import AdamW8bit
 from colotrain.engine.optim.base import Groups, Layout
 from colotrain.engine.optim.lion import Lion
 from colotrain.engine.optim.muon import Muon
@@ -27,6 +29,9 @@ MAKERS: dict[str, Callable[[OptimPlan, Groups, Layout], torch.optim.Optimizer]] 
     ),
     "sgd": lambda plan, groups, _: torch.optim.SGD(
         groups, lr=plan.lr, momentum=plan.betas[0], fused=True
+    ),
+    "adamw8bit": lambda plan, groups, layout: AdamW8bit(
+        groups, lr=plan.lr, betas=_both(plan), eps=plan.eps, layout=layout
     ),
     "lion": lambda plan, groups, _: Lion(groups, lr=plan.lr, betas=_both(plan)),
     "muon": lambda plan, groups, layout: Muon(

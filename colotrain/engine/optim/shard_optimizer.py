@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
 from colotrain.lost_peers import peer_lost_in
 from colotrain.spec.axes import DP_SHARD
+from colotrain.spec.offload import StatePerRow
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
 from colotrain.torch_internals import multiply, multiply_
@@ -126,6 +128,9 @@ class ShardOptimizer:
         """Return the rows of the whole parameter; None where this rank has all of it."""
         parameter = self.parameters[self._names[shard]]
         return parameter.shape[0] if isinstance(parameter, DTensor) else None
+
+    def whole_shape(self, shard: nn.Parameter) -> torch.Size:
+        return self.parameters[self._names[shard]].shape
 
     def sum_(self, values: Tensor) -> None:
         """Sum `values` in place over the ranks that share one copy of the model (collective)."""
@@ -317,8 +322,9 @@ class ShardOptimizer:
         for name in (name for visited in self._groups_to_update() for name in visited):
             stepped = self.stepped[name]
             if (names is None or name in names) and not self.torch.state[stepped]:
-                is_hidden = self._settings(name).is_hidden
-                self.torch.state[stepped] = _blank_state(self.plan, stepped, is_hidden=is_hidden)
+                is_hidden, whole = self._settings(name).is_hidden, self.parameters[name].shape
+                blank = _blank_state(self.plan, stepped, whole=whole, is_hidden=is_hidden)
+                self.torch.state[stepped] = blank
         if self.tiers is not None:
             self.tiers.wait_for_copies()
 
@@ -332,23 +338,31 @@ class ShardOptimizer:
             self.torch.state.pop(self.stepped[name], None)
 
 
-def state_ratio(plan: OptimPlan) -> float:
-    """Return bytes of optimizer state per byte of parameter, from one step on a small matrix."""
+def state_per_row(plan: OptimPlan) -> StatePerRow:
+    """Return the function that counts the bytes of an optimizer's state.
+
+    What no table knows exactly is taken from one step on a small matrix, per byte of parameter.
+    """
+    if optimizer_of(plan.name).is_counted:
+        return plan.state_bytes_per_row
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
     small = make(plan, [{"params": [matrix]}], Unsharded())
     small.step()
     tensors = [t for t in small.state[matrix].values() if isinstance(t, Tensor) and t.ndim]
-    return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
+    ratio = sum(t.nbytes for t in tensors) / matrix.nbytes
+    return lambda shape, itemsize: ratio * math.prod(shape[1:]) * itemsize
 
 
-def _blank_state(plan: OptimPlan, like: nn.Parameter, *, is_hidden: bool) -> dict[str, Any]:
-    """Return the zeroed state that a first step makes for a parameter like this one."""
+def _blank_state(
+    plan: OptimPlan, like: nn.Parameter, *, whole: torch.Size, is_hidden: bool
+) -> dict[str, Any]:
+    """Return the zeroed state that a first step makes for a part of a `whole` parameter."""
     twin = nn.Parameter(torch.zeros_like(like.detach()))
     twin.grad = torch.zeros_like(twin)
     group = {"params": [twin], "weight_decay": 0.0} | ({"is_hidden": True} if is_hidden else {})
     group |= {"fused": False} if twin.is_complex() else {}
-    optimizer = make(plan, [group], Unsharded())
+    optimizer = make(plan, [group], Unsharded(whole))
     optimizer.step()
     state = dict(optimizer.state[twin])
     for value in state.values():

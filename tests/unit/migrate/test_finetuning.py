@@ -120,7 +120,7 @@ ALL_LAYERS = ["*.[0-9]*.*"]
         ),
         ("axolotl", {"cosine_min_lr_ratio": 0.2}, {"optim.schedule.min_lr_ratio": 0.2}),
         ("axolotl", {"adam_beta2": 0.95}, {"optim.betas": [0.9, 0.95]}),
-        ("axolotl", {"optimizer": "paged_adamw_8bit"}, {"optim.name": "adamw"}),
+        ("axolotl", {"optimizer": "paged_adamw_8bit"}, {"optim.name": "adamw8bit"}),
         ("axolotl", {"optimizer": "lion_32bit"}, {"optim.name": "lion"}),
         ("axolotl", {"train_on_inputs": True}, {"data.loss_on": "all"}),
         ("axolotl", {"sample_packing": True}, {"data.packing": "whole", "data.isolate": True}),
@@ -344,7 +344,7 @@ ALL_LAYERS = ["*.[0-9]*.*"]
         (
             "torchtune",
             {"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}},
-            {"optim.name": "adamw", "optim.weight_decay": 0.01},
+            {"optim.name": "adamw8bit", "optim.weight_decay": 0.01},
         ),
         ("torchtune", {"optimizer": {"weight_decay": 0.05}}, {"optim.weight_decay": 0.05}),
         ("torchtune", {"ac_mode": "selective"}, {"train.activation_checkpointing": "selective"}),

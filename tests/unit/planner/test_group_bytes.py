@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colotrain.engine.offload.group_bytes import measure_bytes
-from colotrain.engine.optim.shard_optimizer import state_ratio
+from colotrain.engine.optim.shard_optimizer import state_per_row
 from colotrain.planner.offload import planned_bytes
 from colotrain.spec.plan import FreezePlan, OptimPlan, PluginPlan
 from colotrain.spec.survey import ParameterInfo, Survey
@@ -78,7 +78,7 @@ def test_plan_and_run_count_what_torch_keeps(name: str, dtype: torch.dtype, rank
     )
     run: Any = SimpleNamespace(plugin=plugin, freeze=FreezePlan())
     groups: list[tuple[str, list[nn.Module]]] = [(f"layers.{i}", [layers[i]]) for i in range(2)]
-    measured = measure_bytes(model, groups, run, state_ratio(optim))
+    measured = measure_bytes(model, groups, run, state_per_row(optim))
     infos = tuple(
         ParameterInfo(
             name=name,
