@@ -191,6 +191,9 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
     if known.num_betas and len(betas) not in known.num_betas:
         fix = f"for example optim.betas={known.betas_example}"
         yield Problem(key=key, value=betas, expected=known.betas_are, fix=fix)
+    if known.averages and betas and betas[0] == 0:
+        expected = "a first number above 0: the mean is told by it from the last step"
+        yield Problem(key=key, value=betas, expected=expected, fix="for example [0.9,0.95]")
     if ":" in optim.name:
         yield from _check_dotted("optim.name", optim.name)
     elif optim.name not in OPTIMIZERS:

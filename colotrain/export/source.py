@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+from torch import Tensor
+
+from colotrain.engine.optim.schedule_free import averaged
 from colotrain.engine.state.checkpoint import step_of
-from colotrain.engine.state.index import read_index
-from colotrain.engine.state.manifest import complete, damage, read_manifest
+from colotrain.engine.state.index import Index, read_index
+from colotrain.engine.state.manifest import Manifest, complete, damage, read_manifest
 from colotrain.errors import UsageError
 from colotrain.export.stream import Entry
 from colotrain.rundir import RunDir
+from colotrain.spec.optimizers import optimizer_of
 
 PREFIX = "model."
 
@@ -19,15 +24,28 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.left_out: tuple[str, ...] = read_manifest(folder).left_out
+        manifest, index = read_manifest(folder), read_index(folder)
+        self.left_out: tuple[str, ...] = manifest.left_out
         """Names of the parameters that are not in the checkpoint, since they were never trained."""
         self.entries = {
             (name := key.removeprefix(PREFIX)): Entry(
-                name=name, shape=stored.shape, dtype=stored.dtype, read=stored.read
+                name=name,
+                shape=stored.shape,
+                dtype=stored.dtype,
+                read=functools.partial(read_evaluated, name, index, manifest),
             )
-            for key, stored in read_index(folder).items()
+            for key, stored in index.items()
             if key.startswith(PREFIX)
         }
+
+
+def read_evaluated(name: str, index: Index, manifest: Manifest) -> Tensor:
+    """Read a tensor as the run was evaluated with it: of some optimizers, a mean over all steps."""
+    tensor, optim = index[f"{PREFIX}{name}"].read(), manifest.plan.get("optim", {})
+    z = index.get(f"optim.{name}.z")
+    if z is None or not optimizer_of(str(optim.get("name"))).averages:
+        return tensor
+    return averaged(tensor, z.read(), optim["betas"][0])
 
 
 def choose(rundir: RunDir, step: int | None) -> Path:

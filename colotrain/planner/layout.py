@@ -136,8 +136,8 @@ def layout_of(
 
 
 def counter_bytes(optim: OptimPlan) -> int:
-    """Bytes of the step counter per trained parameter, where the optimizer (AdamW) has one."""
-    return 4 if optimizer_of(optim.name).counts_steps else 0
+    """Bytes of single numbers per trained parameter, such as AdamW's step count."""
+    return optimizer_of(optim.name).counter_bytes
 
 
 def baseline_bytes(device: str, libraries: Iterable[str]) -> int:

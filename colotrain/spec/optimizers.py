@@ -65,8 +65,15 @@ class Optimizer:
     """Whether it updates the matrices of numbered layers in another way than the rest."""
     whole_state: frozenset[str] = frozenset()
     """Keys of a matrix's state that every rank has whole; of others it has its rows."""
+    averages: bool = False
+    """Whether a run is evaluated and exported with a mean of its parameters over all steps."""
     blocks: Blocks | None = None
     """How the state of large parameters has 8 bits; None where it has the parameter's dtype."""
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of single numbers per parameter: the step count, and what a mean needs."""
+        return 4 * self.counts_steps + 16 * self.averages
 
     @property
     def is_counted(self) -> bool:
@@ -107,6 +114,9 @@ OPTIMIZERS = {
     ),
     "adamw8bit": Optimizer(
         state_tensors=2, num_betas=(2,), counts_steps=True, begins_with_zeros=True, blocks=BLOCKS
+    ),
+    "schedule_free_adamw": Optimizer(
+        state_tensors=2, num_betas=(2,), counts_steps=True, is_elementwise=True, averages=True
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
     # The most: embeddings have AdamW's two; matrices have one.

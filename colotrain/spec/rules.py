@@ -120,6 +120,12 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.cp>1", PROMPTS, ([],), "ranks divide every sample"),
     *rules("mesh.tp>1", OWN, fix="set mesh.tp=1"),
     Rule("mesh.tp>1", "train.compile", (False,)),
+    Rule(
+        "optim.name=schedule_free_adamw",
+        "optim.schedule.name",
+        ("constant",),
+        "the mean over all steps does what a falling rate does (a warm-up is of use)",
+    ),
     Rule("mesh.tp>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_MATRICES),
     Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),

@@ -165,9 +165,9 @@ class CommonOptim:
     """The optimizer."""
 
     name: str = "adamw"
-    """adamw, sgd, adamw8bit (its moments have 8 bits), lion, muon (for the matrices of layers;
-    AdamW for the rest), adafactor, or `package.module:Class`, which is called with parameter
-    groups, `lr` and `args`."""
+    """adamw, sgd, adamw8bit (its moments have 8 bits), schedule_free_adamw (evaluated and exported
+    with a mean over all steps), lion, muon (for the matrices of layers; AdamW for the rest),
+    adafactor, or `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of an optimizer of your own."""
     rules: tuple[RulePlan, ...] = ()

@@ -48,6 +48,8 @@ def optimizer_of(
         return PlainLion([group], {"betas": betas})
     if plan.name == "adamw8bit":
         return PlainAdamW8bit([group], {"betas": betas, "eps": plan.eps})
+    if plan.name == "schedule_free_adamw":
+        return PlainScheduleFree([group], {"betas": betas, "eps": plan.eps})
     if plan.name == "muon" and is_hidden and re.search(r"(^|\.)[0-9]+\.", name):
         return torch.optim.Muon([group], momentum=betas[1], adjust_lr_fn="match_rms_adamw")
     if plan.name in ("adamw", "muon"):
@@ -72,6 +74,31 @@ class PlainLion(torch.optim.Optimizer):
                 direction = torch.sign(beta1 * moment + (1 - beta1) * gradient)
                 weight.copy_(weight - rate * (direction + decay * weight))
                 self.state[weight]["m"] = beta2 * moment + (1 - beta2) * gradient
+
+
+class PlainScheduleFree(torch.optim.Optimizer):
+    """Schedule-free AdamW as the paper has it (Defazio et al. 2024, algorithm 1), with all three
+    points of each parameter; decay is of y, as in the authors' code."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for y in group["params"]:
+                if y.grad is None:
+                    continue
+                state = self.state[y]
+                count = state["t"] = state.get("t", 0) + 1
+                state["rate"] = max(rate, state.get("rate", 0.0))
+                state["sum"] = state.get("sum", 0.0) + state["rate"] ** 2
+                square = beta2 * state.get("v", 0.0) + (1 - beta2) * y.grad**2
+                root = (square / (1 - beta2**count)).sqrt() + group["eps"]
+                move = y.grad / root + group["weight_decay"] * y
+                z = state.get("z", y) - rate * move
+                share = state["rate"] ** 2 / state["sum"]
+                mean = (1 - share) * state.get("x", y) + share * z
+                state |= {"v": square, "z": z, "x": mean}
+                y.copy_(beta1 * mean + (1 - beta1) * z)
 
 
 class PlainAdamW8bit(torch.optim.Optimizer):

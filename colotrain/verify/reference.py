@@ -166,10 +166,21 @@ def _train(
         frozen=frozenset(frozen),
         draws=draws,
         mixes=(mixes := _mixing(model, kept)),
-        evaluation={} if mixes or objective is not None else _evaluate(plan, model, dtype),
+        evaluation={}
+        if mixes or objective is not None
+        else _evaluate(plan, _as_evaluated(model, optimizers), dtype),
         no_mean=no_mean,
         computed_in=frozenset(seen.dtypes),
     )
+
+
+@torch.no_grad()
+def _as_evaluated(model: nn.Module, optimizers: Optimizers) -> nn.Module:
+    """Give each parameter the mean that its optimizer keeps of it, if any; training is over."""
+    for name, parameter in module_tree.named_parameters(model):
+        state = optimizers[name][0].state.get(parameter, {}) if name in optimizers else {}
+        parameter.copy_(state.get("x", parameter))
+    return model
 
 
 @torch.no_grad()

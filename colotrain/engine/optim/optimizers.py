@@ -1,9 +1,8 @@
 """The optimizers by name: a row each, and what torch's fused kernels cannot do.
 
-Elementwise optimizers (adamw, sgd, lion) work on local shards, and so does adamw8bit, whose blocks
-lie within rows. muon gathers its matrices, and
-adafactor sums its moments over ranks. A user's own optimizer gets DTensors, on which torch's
-operations mean the whole tensor.
+Elementwise optimizers (adamw, sgd, lion, schedule_free_adamw) work on local shards, and so does
+adamw8bit, whose blocks lie within rows. muon gathers its matrices, and adafactor sums its moments
+over ranks. A user's own optimizer gets DTensors, on which torch's operations mean the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from colotrain.engine.optim.adamw8bit import AdamW8bit
 from colotrain.engine.optim.base import Groups, Layout
 from colotrain.engine.optim.lion import Lion
 from colotrain.engine.optim.muon import Muon
+from colotrain.engine.optim.schedule_free import ScheduleFreeAdamW
 from colotrain.engine.optim.users_optimizers import make_users
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
@@ -32,6 +32,9 @@ MAKERS: dict[str, Callable[[OptimPlan, Groups, Layout], torch.optim.Optimizer]] 
     ),
     "adamw8bit": lambda plan, groups, layout: AdamW8bit(
         groups, lr=plan.lr, betas=_both(plan), eps=plan.eps, layout=layout
+    ),
+    "schedule_free_adamw": lambda plan, groups, _: ScheduleFreeAdamW(
+        groups, lr=plan.lr, betas=_both(plan), eps=plan.eps
     ),
     "lion": lambda plan, groups, _: Lion(groups, lr=plan.lr, betas=_both(plan)),
     "muon": lambda plan, groups, layout: Muon(

@@ -18,6 +18,7 @@ from colotrain.engine.optim.base import Unsharded
 from colotrain.engine.optim.optimizers import make, needs_loops
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
+from colotrain.engine.optim.schedule_free import averaged
 from colotrain.engine.optim.users_optimizers import (
     WholeNumbers,
     to_checkpoint_layout,
@@ -75,6 +76,8 @@ class ShardOptimizer:
         self._given: list[dict[str, Any]] = []
         """Settings of each parameter group before any step."""
         self.observer: UpdateObserver | None = None
+        self.kept: dict[str, Tensor] = {}
+        """Name → what training goes on with, while the parameter has its mean (`average_`)."""
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
@@ -219,6 +222,27 @@ class ShardOptimizer:
                     watched = updating_in_place(self.plan.name, self.shards, grads, lr=lr)
                     stack.enter_context(watched)
             yield
+
+    @torch.no_grad()
+    def average_(self) -> None:
+        """Give every parameter that has state the mean of its iterates, until `put_back_`."""
+        assert self.torch is not None
+        if not self.steps:
+            return
+        for name in (name for visited in self._groups_to_update() for name in visited):
+            state, shard = self.torch.state.get(self.stepped[name]), self.shards[name]
+            if state:
+                self.kept[name] = _like(self.parameters[name], shard.detach().clone())
+                shard.copy_(averaged(shard, state["z"], self.plan.betas[0]))
+
+    @torch.no_grad()
+    def put_back_(self) -> None:
+        if not self.kept:
+            return
+        for name in (name for visited in self._groups_to_update() for name in visited):
+            if name in self.kept:
+                self.shards[name].copy_(local_part(self.kept[name]))
+        self.kept = {}
 
     def _count(self, *_: object) -> None:
         self._calls += 1

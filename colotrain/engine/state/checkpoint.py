@@ -20,6 +20,8 @@ from torch import Tensor
 
 from colotrain import generators
 from colotrain.engine.optim.schedule import rate_warning
+from colotrain.engine.optim.schedule_free import averaged
+from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.state import plain_state, sources
 from colotrain.engine.state.index import Index, load, read_index, with_own
 from colotrain.engine.state.manifest import (
@@ -52,6 +54,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
+from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.phases import Phase
 
 
@@ -260,6 +263,7 @@ def fill(run: Run, path: Path, manifest: Manifest, stored: Index) -> None:
     }
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
     load(wanted, parts_of(run, wanted), stored)
+    _move_between_means_(run, manifest, stored)
     plain_state.restore(run, wanted, path, same_optimizer=same_optimizer)
     if same_ranks:
         prefix = f"rng.{run.rank}"
@@ -294,6 +298,27 @@ def _prepare_optimizer_(run: Run, stored: Mapping[str, Any], *, same_optimizer: 
             f"{foreign[0]} ({len(foreign)} in all): it starts from zero"
         )
         run.events.write(Note(text=text))
+
+
+@torch.no_grad()
+def _move_between_means_(run: Run, manifest: Manifest, stored: Index) -> None:
+    """Move parameters to where this run's optimizer has them, from where the checkpoint's had them.
+
+    One that keeps a mean trains between the mean and `z`, at a place that its first beta tells; any
+    other begins with the mean. All ranks must call.
+    """
+    optim, then = run.plan.optim, manifest.plan.get("optim", {})
+    same = optim.name == then.get("name") and [*optim.betas][:1] == [*then["betas"]][:1]
+    if same or not optimizer_of(str(then.get("name"))).averages:
+        return
+    held = {f"optim.{name}.z": p.detach() for name, p in run.sharded.named_parameters()}
+    z = {name: torch.empty_like(p) for name, p in held.items() if name in stored}
+    load(z, parts_of(run, z), stored)
+    for name, tensor in z.items():
+        local, parameter = local_part(tensor), local_part(held[name])
+        mean = averaged(parameter, local, then["betas"][0])
+        goes_on = run.optimizer.kind.averages
+        parameter.copy_(torch.lerp(mean, local, 1 - optim.betas[0]) if goes_on else mean)
 
 
 def began_with(run: Run) -> dict[str, Any]:

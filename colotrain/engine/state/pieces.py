@@ -98,7 +98,8 @@ def _differing_buffers(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 def tensors_of(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
-    model = {n: t for n, t in model_state(run.sharded) if n not in skipped}
+    kept = run.optimizer.kept  # instead of means, which only an evaluation needs
+    model = {n: kept.get(n, t) for n, t in model_state(run.sharded) if n not in skipped}
     return _flat(run, model, run.optimizer.state())
 
 

@@ -22,6 +22,7 @@ from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
 from colotrain.engine.state.pieces import persistent_buffers
 from colotrain.engine.state.run_state import Run
+from colotrain.engine.step.averages import averaged_parameters
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.loss_trial import sums_tokens
 from colotrain.engine.step.monitor import interruptible
@@ -57,8 +58,9 @@ class Evaluator(Participant):
         if not self._evaluates_after(result):
             return
         finish_copy(run)
-        self.evaluate()
-        write_samples(run)
+        with averaged_parameters(run):
+            self.evaluate()
+            write_samples(run)
         if result is not None:
             copy_to_memory(run, again=True)
 
