@@ -112,16 +112,16 @@ OPTIMIZERS = {
         is_fused=True,
         loses_halves=True,
     ),
+    "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
+    # The most: embeddings have AdamW's two; matrices have one.
+    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True),
+    "adafactor": Optimizer(state_tensors=0, whole_state=frozenset({"col_var"})),
     "adamw8bit": Optimizer(
         state_tensors=2, num_betas=(2,), counts_steps=True, begins_with_zeros=True, blocks=BLOCKS
     ),
     "schedule_free_adamw": Optimizer(
         state_tensors=2, num_betas=(2,), counts_steps=True, is_elementwise=True, averages=True
     ),
-    "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
-    # The most: embeddings have AdamW's two; matrices have one.
-    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True),
-    "adafactor": Optimizer(state_tensors=0, whole_state=frozenset({"col_var"})),
 }
 ELEMENTWISE = tuple(name for name, known in OPTIMIZERS.items() if known.is_elementwise)
 CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)

@@ -113,7 +113,10 @@ def test_a_model_and_data_of_ones_own_are_what_torch_s_tracker_sees(own: Colotra
     ("setting", "line"),
     [
         ("model.args.looks=true", "error: model.target=own:Model: expected a model that runs"),
-        ("optim.name=muon", "error: optim.name=muon: expected one of adamw, sgd, lion under"),
+        (
+            "optim.name=muon",
+            "error: optim.name=muon: expected one of adamw, sgd, lion, schedule_free_adamw",
+        ),
     ],
 )
 def test_what_torch_s_tracker_cannot_play_is_one_line(
