@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from colotrain.data.read.inspection import Token
 
 SPLITS = ("train", "validation")
-PAIR = ("chosen answer", "rejected answer")
 BAR_WIDTH = 40
 
 
@@ -45,8 +44,7 @@ def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> 
         _print_part(console, part)
     counts = ", ".join(f"{split} {count:,}" for split, count in document["samples"].items())
     console.print(f"samples of {document['seq_len']} tokens: {counts}")
-    parts = PAIR if plan.data.pairs else ()
-    _print_sample(console, document["sample"], tokens, parts)
+    _print_sample(console, document["sample"], tokens, plan.data.rows)
     return 0
 
 

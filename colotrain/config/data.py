@@ -16,6 +16,7 @@ from colotrain.spec.plan import DataPlan, PartPlan
 from colotrain.spec.settings import CommonData, CommonPart
 
 PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
+RATED = "give JSONL, CSV, Parquet or Arrow files of answers with a label"
 
 
 def data_plan(
@@ -23,12 +24,14 @@ def data_plan(
     problems: list[Problem],
     *,
     pairs: bool = False,
+    rated: bool = False,
     masked: MaskedPlan | None = None,
     tokens: Sequence[str] = (),
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
-    `pairs`: whether the records are preference pairs. `masked`: which tokens are hidden. `tokens`
+    `pairs`: whether the records are preference pairs. `rated`: whether they are answers with a
+    label. `masked`: which tokens are hidden. `tokens`
     are added to the tokenizer.
     """
     missing: list[Problem] = []
@@ -53,6 +56,7 @@ def data_plan(
         tokens=tuple(tokens),
         workers=0 if data.workers == "auto" else data.workers,
         pairs=pairs,
+        rated=rated,
         masked=masked,
     )
     num_sources = sum(map(bool, (data.corpus, paths, parts, data.target)))
@@ -159,13 +163,22 @@ def _check_formats(plan: DataPlan) -> Iterator[Problem]:
     for part in parts_of(plan):
         try:
             found = find_sources(part)
-            if plan.pairs and part.paths and found.family != "records":
-                expected = f"records with prompt, chosen and rejected, not {found.kinds}"
-                yield Problem(key="data.path", value=part.paths[0], expected=expected, fix=PAIRS)
+            needed = _needed(plan)
+            if needed and part.paths and found.family != "records":
+                fields, fix = needed
+                expected = f"records with {fields}, not {found.kinds}"
+                yield Problem(key="data.path", value=part.paths[0], expected=expected, fix=fix)
         except ConfigError as error:
             yield from error.problems
         except OSError:  # reported when the data are read
             continue
+
+
+def _needed(plan: DataPlan) -> tuple[str, str] | None:
+    """Return the fields that records must have, and what to do; None where texts do, too."""
+    if plan.pairs:
+        return "prompt, chosen and rejected", PAIRS
+    return ("prompt, completion and label", RATED) if plan.rated else None
 
 
 def _check_tokenizer(data: Data) -> Iterator[Problem]:

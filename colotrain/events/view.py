@@ -301,7 +301,7 @@ def unit(view: RunView, plan: RunPlan) -> str:
 def unit_of(count: float | None, plan: RunPlan) -> str:
     """Return the unit of a step's `count`; before there is a step, `count` is None."""
     if plan.data.source != "target":
-        return "pairs" if plan.data.pairs else "tokens"
+        return "pairs" if plan.data.pairs else "samples" if plan.data.rows else "tokens"
     return "samples" if count in (None, plan.batch.global_batch) else "targets"
 
 
@@ -324,5 +324,5 @@ def typical_step_s(view: RunView) -> float:
 def mfu(view: RunView, plan: RunPlan, tokens_per_s: float) -> float:
     """Return the model FLOPs utilization: share of all ranks' measured peak; 0.0 without a peak."""
     ideal = (view.world_size or plan.world_size) * (view.peak_flops_per_s or 0.0)
-    tokens = tokens_per_count(pairs=plan.data.pairs, seq_len=plan.data.seq_len)
+    tokens = tokens_per_count(plan.data) or 1
     return plan.flops_per_token * tokens * tokens_per_s / ideal if ideal else 0.0

@@ -56,8 +56,9 @@ from colotrain.export.receipt import (
 from colotrain.export.source import CheckpointTensors
 from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
+from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.objectives import DPO, DistillPlan
+from colotrain.spec.objectives import DPO, KTO, DistillPlan
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_seconds
 
@@ -301,17 +302,14 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
     if isinstance(model.objective, DistillPlan):
         notes.append("the loss of a distillation is not repeated: only outputs are compared")
         return {"kind": "none"}
-    if isinstance(model.objective, DPO):
+    if isinstance(model.objective, DPO | KTO):
         if model.hf is None:
             notes.append("the reference of the preferences is no directory: only outputs compared")
             return {"kind": "none"}
         path = model.adapter.path if model.adapter else None
-        return {
-            "kind": "dpo",
-            "beta": model.objective.beta,
-            "reference": model.hf,
-            "reference_adapter": path,
-        }
+        kind = model.objective.section
+        settings = to_plain(model.objective)
+        return {"kind": kind, **settings, "reference": model.hf, "reference_adapter": path}
     if model.loss is not None and model.target == llama.TARGET and kind == "hf":
         notes.append("train.loss takes the outputs of model.target: only outputs are compared")
         return {"kind": "none"}

@@ -113,12 +113,18 @@ def evaluation_loader(plan: RunPlan) -> BatchLoader | None:
 def _loader(
     samples: Samples, plan: RunPlan, split: Split, *, end: int | None = None
 ) -> BatchLoader:
-    """The plan's batches as one process reads them: it has all micro-batches of a step."""
-    steps = plan.batch.global_batch // plan.batch.micro_batch
+    """The plan's batches as one process reads them: it has all micro-batches of a step.
+
+    Where losses depend on the whole global batch, that is one micro-batch.
+    """
+    objective, size = plan.model.objective, plan.batch.micro_batch
+    if objective is not None and objective.passes_before:
+        size = plan.batch.global_batch
+    steps = plan.batch.global_batch // size
     return BatchLoader(
         samples,
         planned_order(samples, plan, split),
-        replace(plan.batch, data_parallel=1, accumulation_steps=steps),
+        replace(plan.batch, micro_batch=size, data_parallel=1, accumulation_steps=steps),
         rank=0,
         draw_seed=planned_draw_seed(samples, plan),
         end=end,

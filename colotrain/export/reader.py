@@ -367,6 +367,21 @@ def preference_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
     return ((losses[counted].sum(), counted.sum()),)
 
 
+def rated_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """KTO's loss of each answer; the batch is a whole global batch, for the KL is its mean."""
+    reference, beta = reference_of(loss), float(loss["beta"])
+    both = {n: batch[n].flatten(0, 1) for n in ("input_ids", "labels")}
+    gains = (log_probs(model, both) - log_probs(reference, both)).view(-1, 2)
+    counted = (batch["labels"] != IGNORE_INDEX).any(-1)
+    others = gains[:, 1][counted[:, 1]]
+    kl = (others.sum() / max(len(others), 1)).clamp(min=0)
+    is_good = batch["is_good"].bool()
+    of_good = float(loss["desirable_weight"]) * (1 - torch.sigmoid(beta * (gains[:, 0] - kl)))
+    of_bad = float(loss["undesirable_weight"]) * (1 - torch.sigmoid(beta * (kl - gains[:, 0])))
+    losses = torch.where(is_good, of_good, of_bad)[counted[:, 0]]
+    return ((losses.sum(), counted[:, 0].sum()),)
+
+
 def log_probs(model: Any, batch: Batch) -> Tensor:
     labels = batch["labels"]
     logits = causal_logits(model, batch).flatten(0, 1)
@@ -394,6 +409,7 @@ WAYS = {
     "own": own_loss,
     "function": function_loss,
     "dpo": preference_loss,
+    "kto": rated_loss,
 }
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from colotrain.dotted import import_target
 from colotrain.models.facts import facts_of
-from colotrain.models.objectives import distill, dpo
+from colotrain.models.objectives import distill, dpo, kto
 from colotrain.models.objectives.base import Kept, Objective
-from colotrain.spec.objectives import DPO, DistillPlan, ObjectivePlan
+from colotrain.spec.objectives import DPO, KTO, DistillPlan, ObjectivePlan
 from colotrain.spec.plan import ModelPlan
 
 
@@ -24,6 +24,8 @@ def _of(settings: ObjectivePlan) -> Objective:
             return dpo.objective(settings)
         case DistillPlan():
             return distill.objective(settings)
+        case KTO():
+            return kto.objective(settings)
 
 
 def kept_of(plan: ModelPlan) -> Kept | None:
@@ -63,6 +65,17 @@ def output_of(
     if seen is not None:
         seen.append(output)
     return output if objective is None else objective.loss(batch, output)
+
+
+def as_global_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch that is a whole global batch, with what the objective's loss needs to know of it.
+
+    Under objectives whose loss of a sample depends on no other sample, the batch itself.
+    """
+    objective = objective_of(model)
+    if objective is None or objective.global_rows is None:
+        return dict(batch)
+    return objective.global_rows.alone(model, batch)
 
 
 def inputs_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -168,11 +168,7 @@ class PlanningContext(Examined):
             parts.append((its, own.stage.survey, trace))
             shares.append(chunk_shares(trace, own.stage.chunk_of, layout.stage_chunks))
         assert self.hardware is not None
-        per_count = tokens_per_count(
-            pairs=self.data.pairs,
-            seq_len=self.data.seq_len,
-            of_samples=self.data.source == "target",
-        )
+        per_count = tokens_per_count(self.data)
         return step_time(
             parts,
             self.hardware(layout),

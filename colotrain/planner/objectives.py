@@ -25,6 +25,7 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
         settings.data,
         problems,
         pairs=objective.has_pairs,
+        rated=objective.has_rated_answers,
         masked=_masked(settings, problems) if objective.hides_tokens else None,
         tokens=settings.model.tokens,
     )

@@ -158,8 +158,8 @@ def examine(
     scale = plan_stages(settings, scale, survey, find, problems)
     if problems or survey is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
-    # of a user's own dataset and of pairs the unit is the sample
-    per_sample = 1 if data.source == "target" or data.pairs else data.seq_len
+    # of a user's own dataset and of samples with several rows the unit is the sample
+    per_sample = 1 if data.source == "target" or data.rows else data.seq_len
     return Examined(
         settings=settings,
         scale=scale,
@@ -473,7 +473,7 @@ def study_loss(
     is looked at when its run begins.
     """
     ours = survey.scores_tokens or (model.hf and not survey.other_task)
-    of_text = data.source != "target" and (ours or data.masked or data.pairs)
+    of_text = data.source != "target" and (ours or data.masked or data.rows)
     num_bytes = sum(p.numel * p.itemsize for p in survey.parameters)
     if (of_text and model.loss is None) or (num_bytes > MOST_STUDIED_BYTES and not ours):
         return LossStudy()

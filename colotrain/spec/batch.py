@@ -12,14 +12,14 @@ from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 
-def tokens_per_count(*, pairs: bool, seq_len: int, of_samples: bool = False) -> int:
-    """Tokens that a model computes for one that is counted; a preference pair has two answers.
+def tokens_per_count(data: DataPlan) -> int:
+    """Tokens that a model trains on for one that is counted; a preference pair has two answers.
 
     0: not known, because samples of the user's own dataset are counted.
     """
-    if of_samples:
+    if data.source == "target":
         return 0
-    return 2 * seq_len if pairs else 1
+    return data.num_trained_rows * data.seq_len if data.rows else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from colotrain.spec.ranges import ABOVE_ZERO, SHARE, Range, at_least
 
 IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
+GOOD = "is_good"
+"""Entry of a sample that is 1 where its answer is a good one, and else 0."""
 
 
 class Objective:
@@ -29,10 +31,16 @@ class Objective:
     """Setting → the numbers that it may have."""
     has_pairs: ClassVar[bool] = False
     """Whether samples are preference pairs."""
+    has_rated_answers: ClassVar[bool] = False
+    """Whether samples are answers with a label, which says whether they are good."""
     hides_tokens: ClassVar[bool] = False
     """Whether labels are tokens that are hidden from the model, instead of the next ones."""
     scores_tokens: ClassVar[bool] = False
     """Whether it needs the loss of every token by itself, which not every causal model gives."""
+
+    passes_before: ClassVar[int] = 0
+    """Forwards without gradients of each micro-batch before a step's own, in which the loss of a
+    sample gets to know the other samples of the global batch."""
 
     @property
     def teacher(self) -> str | None:
@@ -117,9 +125,36 @@ class DistillPlan(Distill):
     """A Hugging Face model directory, by its absolute path."""
 
 
-ObjectivePlan = DPO | DistillPlan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KTO(Objective):
+    """Kahneman-Tversky optimization."""
+
+    section = "kto"
+    ranges: ClassVar = {
+        "beta": ABOVE_ZERO,
+        "desirable_weight": ABOVE_ZERO,
+        "undesirable_weight": ABOVE_ZERO,
+    }
+    has_rated_answers = True
+    scores_tokens = True
+    passes_before = 1
+
+    beta: float = 0.1
+    """How much the model is held to its reference; lower values allow more change."""
+    desirable_weight: float = 1.0
+    """Weight of the loss of good answers."""
+    undesirable_weight: float = 1.0
+    """Weight of the loss of bad answers."""
+
+
+ObjectivePlan = DPO | DistillPlan | KTO
 """An objective whose loss colotrain computes; each has other keys."""
-OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "masked": Masking, "distill": Distill}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "dpo": DPO,
+    "masked": Masking,
+    "distill": Distill,
+    "kto": KTO,
+}
 RANGES = {
     f"train.{objective.section}.{setting}": known
     for objective in OBJECTIVES.values()

@@ -13,6 +13,7 @@ class Phase(StrEnum):
     TEACHER = "teacher"
     REFERENCE = "reference"
     DATA = "data"
+    GLOBAL_PASS = "pass over the global batch"
     COMPUTE = "forward or backward"
     REDUCE = "reduce"
     PLACEMENT = "placement"

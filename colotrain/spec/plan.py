@@ -153,7 +153,7 @@ class PartPlan(CommonPart):
 
 OF_SAMPLES = (
     *("target", "args", "collate"),
-    *("seq_len", "pairs", "masked", "isolate", "marks_padding"),
+    *("seq_len", "pairs", "rated", "masked", "isolate", "marks_padding"),
 )
 """Settings under `data` that samples' shapes depend on."""
 
@@ -171,12 +171,27 @@ class DataPlan(CommonData):
     """Special tokens that are added to the tokenizer."""
     pairs: bool = False
     """Whether each sample is a preference pair: a chosen answer and a rejected one."""
+    rated: bool = False
+    """Whether each sample is an answer that is good or bad, and another record's answer to its
+    prompt."""
     masked: MaskedPlan | None = None
     """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
     marks_padding: bool = False
     """Whether samples with padding say where it is: the model's loss would count it otherwise."""
     workers: int = 0
     """Processes that tokenise; 0: one per core."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Return what the rows of tokens of a sample are; a sample that is one row has no name."""
+        if self.pairs:
+            return "chosen answer", "rejected answer"
+        return ("answer", "answer of another record") if self.rated else ()
+
+    @property
+    def num_trained_rows(self) -> int:
+        """Rows of a sample through which gradients flow; another record's answer has none."""
+        return 1 if self.rated else len(self.rows)
 
     def of_samples(self) -> dict[str, Any]:
         """Return the settings that samples' shapes depend on."""

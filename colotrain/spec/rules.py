@@ -64,6 +64,7 @@ def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -
 
 
 DPO, MASKED, DISTILL = (f"train.objective={name}" for name in ("dpo", "masked", "distill"))
+KTO = "train.objective=kto"
 OWN = {"train.loss": None, "train.metrics": None}
 """Functions of the user's, which get a model's outputs as they are."""
 OF_FILES: dict[str, Any] = {
@@ -108,6 +109,22 @@ RULES: tuple[Rule, ...] = (
     Rule(DISTILL, "train.loss", (None,), "the objective is the loss"),
     Rule(DISTILL, "data.target", (None,), "the teacher reads files (data.path)"),
     *rules(DISTILL, NO_AXES),
+    *rules(KTO, OWN, "the objective has its own"),
+    Rule(KTO, "train.on_nonfinite", ("stop", "skip")),
+    Rule(KTO, "train.compile", (False,), "a pass without gradients comes before each step"),
+    Rule(KTO, "data.target", (None,), "answers with labels come from files (data.path)"),
+    Rule(KTO, "data.corpus", (None,), "a corpus has no answers with labels"),
+    Rule(KTO, "data.packing", ("auto", "none"), "each answer is a sample"),
+    Rule(KTO, "data.isolate", (False,), "each answer is a sample"),
+    Rule(KTO, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
+    *rules(KTO, NO_AXES),
+    Rule(
+        KTO,
+        "checkpoint.resume",
+        ("auto", "none"),
+        "the reference is the model as the run begins",
+        "export that checkpoint (`colotrain export`), and name the directory in model.hf",
+    ),
     *rules("mesh.pp>1", {"train.compile": False, **OWN, "train.objective": None}),
     Rule("mesh.pp>1", PROMPTS, ([],), "no rank has the whole model"),
     Rule("mesh.pp>1", "mesh.sequence_parallel", (False,)),

@@ -5,20 +5,29 @@ They share no code with `models.objectives`, which is verified.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.spec.objectives import DPO, DistillPlan
+from colotrain.spec.objectives import DPO, KTO, DistillPlan
 from colotrain.spec.plan import ModelPlan, RunPlan
 from colotrain.verify.plain_models import build_plain
 
 
-def objective_of(plan: RunPlan, dtype: torch.dtype | None) -> TwoModels | WithTeacher | None:
-    """The objective with its second model; None: the model's own loss is the objective."""
+class PlainObjective(Protocol):
+    """An objective in plain torch."""
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean loss of a whole global batch."""
+
+
+def objective_of(plan: RunPlan, dtype: torch.dtype | None) -> PlainObjective | None:
+    """The objective in plain torch; None: the model's own loss is the objective."""
     match plan.model.objective:
+        case KTO():
+            return RatedAnswers(plan, dtype, plan.model.objective)
         case DPO(beta=beta):
             return TwoModels(plan, dtype, beta)
         case DistillPlan():
@@ -51,6 +60,31 @@ def _log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     each = logits.log_softmax(-1).view(*labels.shape, -1)
     picked = each.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(labels >= 0, picked, 0.0).sum(-1)
+
+
+class RatedAnswers:
+    """The model that trains on good and bad answers, and the model as it began."""
+
+    def __init__(self, plan: RunPlan, dtype: torch.dtype | None, settings: KTO) -> None:
+        self.first = build_plain(plan.model, seed=plan.train.seed).to(dtype).eval()
+        self.settings = settings
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the samples whose own answer has a target; 0 where there are none.
+
+        The KL is that of the second rows: prompts with the answer of another record.
+        """
+        beta, good = self.settings.beta, batch["is_good"] == 1
+        counted = (batch["labels"] >= 0).any(2)
+        with torch.no_grad():
+            before = _log_probs(self.first, batch)
+            strangers = (_log_probs(model, batch) - before)[:, 1][counted[:, 1]]
+            kl = torch.relu(strangers.sum() / max(len(strangers), 1))
+        gained = (_log_probs(model, batch) - before)[:, 0]
+        of_good = self.settings.desirable_weight * (1 - torch.sigmoid(beta * (gained - kl)))
+        of_bad = self.settings.undesirable_weight * (1 - torch.sigmoid(beta * (kl - gained)))
+        losses = torch.where(good, of_good, of_bad)[counted[:, 0]]
+        return losses.sum() / max(len(losses), 1)
 
 
 class WithTeacher:

@@ -222,7 +222,7 @@ class _Batches:
         with seeded(plan.train.seed):
             opened = open_samples(plan.data, split)
             ignored = plan.train.ignore_index
-            self.samples = MaskedSamples(opened, whole=plan.data.pairs, ignored=ignored)
+            self.samples = MaskedSamples(opened, whole=bool(plan.data.rows), ignored=ignored)
         self.plan, self.split, self.size = plan, split, plan.batch.global_batch
         drawn, collate = planned_draw_seed(opened, plan), planned_collate(plan.data)
         self.read = functools.partial(read_batch, draw_seed=drawn, collate=collate)

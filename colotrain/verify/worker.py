@@ -102,7 +102,7 @@ def train_part(run: Run, plan: RunPlan, recorder: Recorder) -> str:
 def masked_loader(loader: BatchLoader, plan: RunPlan) -> BatchLoader:
     """The loader with the same masks on its samples as the reference's."""
     ignored = plan.train.ignore_index
-    samples = MaskedSamples(loader.samples, whole=plan.data.pairs, ignored=ignored)
+    samples = MaskedSamples(loader.samples, whole=bool(plan.data.rows), ignored=ignored)
     seed = loader.draw_seed
     return BatchLoader(
         samples,

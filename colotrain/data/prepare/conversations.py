@@ -60,6 +60,8 @@ class Rendered:
     """What a user should know about this record; the same words for all records alike."""
     unread: tuple[str, ...] = ()
     """Names of the record's fields that mean nothing here, such as an id."""
+    is_bad: bool = False
+    """Whether the record's label says that its answer is a bad one."""
 
 
 class Fields:
@@ -146,6 +148,8 @@ class Renderer:
     """Special tokens such as bos_token, by name, which templates may use."""
     pairs: bool = field(default=False, repr=False)
     """Whether records are preference pairs."""
+    rated: bool = field(default=False, repr=False)
+    """Whether records are answers with a label, which says whether they are good."""
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
@@ -158,7 +162,7 @@ class Renderer:
         Raises `BadRecord`.
         """
         fields = Fields(record, self.columns)
-        found = self._pair(fields) if self.pairs else self._render(fields)
+        found = self._rated(fields) if self.rated else self._texts(fields)
         found = [one for one in found if one.text]
         if self.pairs and len(found) == 1:
             raise BadRecord("one of the pair's texts is empty")
@@ -168,6 +172,20 @@ class Renderer:
         except UnicodeEncodeError as error:
             raise BadRecord(f"not valid Unicode ({error.reason})") from error
         return self._with_unread(found, fields)
+
+    def _texts(self, fields: Fields) -> list[Rendered]:
+        return self._pair(fields) if self.pairs else self._render(fields)
+
+    def _rated(self, fields: Fields) -> list[Rendered]:
+        """The text of an answer with a label."""
+        is_good = _is_good(fields)
+        if is_good is None:
+            names = ", ".join(map(fields.name, ("prompt", "completion", "label")))
+            raise BadRecord(f"expected {names}; it has {', '.join(map(str, fields.record)) or '-'}")
+        found = self._render(fields)
+        if any(one.answers is None for one in found):
+            raise BadRecord(f"expected {fields.name('prompt')} and {fields.name('completion')}")
+        return [replace(one, is_bad=not is_good) for one in found]
 
     def _with_unread(self, found: list[Rendered], fields: Fields) -> list[Rendered]:
         """Add the fields that were not read: as a note those that mean something in other records
@@ -224,6 +242,7 @@ class Renderer:
             raise BadRecord("a preference pair: train on it with train.objective=dpo")
         if messages := fields.find(*CHATS):
             chat = self._conversation(fields.take(messages), fields.name(messages))
+            chat.first = len(chat.messages) - 1 if self.rated else 0
             return self._chat(chat, fields)
         answer = "completion" if completion is not None else fields.find(*ANSWERS) or "completion"
         name = fields.name(answer)
@@ -244,6 +263,16 @@ class Renderer:
         names = {meaning: fields.name(meaning) for meaning in SHAPES}
         expected = "expected {text}, or {prompt} and {completion}, or {messages}".format(**names)
         raise BadRecord(f"{expected}; it has {', '.join(map(str, fields.record)) or '-'}")
+
+    def _check_label(self, fields: Fields) -> None:
+        """Refuse an answer that the record says is a bad one, where it is to be learned."""
+        if not self.rated and _is_good(fields) is False:
+            name = fields.name(fields.find(*LABELS) or "label")
+            value = str(fields.record[name]).lower()
+            raise BadRecord(
+                f"{name}: {value}, so the answer is no example to learn from "
+                "(train.objective=kto learns to avoid it)"
+            )
 
     def _question(self, fields: Fields, meanings: tuple[str, ...]) -> Question:
         meaning = fields.find(*meanings) or "prompt"
@@ -271,15 +300,15 @@ class Renderer:
             raise BadRecord(f"{name}: it is empty")
         if not question.is_plain and self.template is not None:
             messages = [*question.messages(), turn("assistant", answer)]
-            first = len(messages) - 1 if self.pairs else 0
+            first = len(messages) - 1 if self.pairs or self.rated else 0
             return self._chat(Conversation(messages=messages, first=first), fields)
-        _check_label(fields)
+        self._check_label(fields)
         turns = [(question.plain(), "")] if question.is_plain else question.with_headings()
         text, spans = "", []
         for asked, reply in [*turns[:-1], (turns[-1][0], answer)]:
             spans.append((len(text + asked), len(text + asked + reply)))
             text += asked + reply
-        if self.loss_on == "last" or self.pairs:
+        if self.loss_on == "last" or self.pairs or self.rated:
             spans = spans[-1:]
         answers = ((0, len(text)),) if self.loss_on == "all" else tuple(spans)
         return [Rendered(text=text, answers=answers, ends=True)]
@@ -293,7 +322,7 @@ class Renderer:
 
     def _chat(self, chat: Conversation, fields: Fields) -> list[Rendered]:
         """A conversation's texts, with what the record's other fields give the template."""
-        _check_label(fields)
+        self._check_label(fields)
         if chat.messages[0]["role"] not in ("system", "developer"):
             system = fields.take_text(*SYSTEMS)
             if system:
@@ -304,10 +333,11 @@ class Renderer:
         source = self.tool_template if chat.tools and self.tool_template else self.template
         template = ChatTemplate(source=str(source), tokens=self.tokens)
         samples, notes, unread = render(template, chat, loss_on=self.loss_on)
-        if self.pairs and len(samples) > 1:
+        if (self.pairs or self.rated) and len(samples) > 1:
+            what = "answers of a pair have" if self.pairs else "answer that is rated has"
             raise BadRecord(
                 "the chat template renders earlier answers differently once others follow, but the "
-                "answers of a pair have to be one text (use data.loss_on=last)"
+                f"{what} to be one text (use data.loss_on=last)"
             )
         return [
             Rendered(
@@ -325,21 +355,20 @@ def _as_answer(value: Any) -> Any:
     return [turn("assistant", value)] if isinstance(value, str) and value else value
 
 
-def _check_label(fields: Fields) -> None:
-    """Refuse an answer that the record says is a bad one, as the data of KTO have it.
+def _is_good(fields: Fields) -> bool | None:
+    """Whether the record says that its answer is a good one, as the data of KTO have it.
 
-    Numbers are such labels only beside prompt and completion: elsewhere 0 may be a class.
+    None where it says nothing. Numbers are such labels only beside prompt and completion: elsewhere
+    0 may be a class.
     """
     label = fields.find(*LABELS) or "label"
-    name = fields.name(label)
-    good, bad = ["true"], ["false"]
+    known = {"true": True, "false": False}
     if fields.record.get(fields.name("completion")) is not None:
-        good, bad = [*good, "1"], [*bad, "0"]
-    value = str(fields.record.get(name)).lower()
-    if value in good:
+        known |= {"1": True, "0": False}
+    found = known.get(str(fields.record.get(fields.name(label))).lower())
+    if found is not None:
         fields.take(label)
-    if value in bad:
-        raise BadRecord(f"{name}: {value}, so the answer is no example to learn from")
+    return found
 
 
 def _read_history(value: Any) -> tuple[tuple[str, str], ...]:
@@ -369,6 +398,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         tool_template=named.get("tool_use"),
         tokens=tokens,
         pairs=plan.pairs,
+        rated=plan.rated,
     )
 
 

@@ -14,6 +14,8 @@ from colotrain.data.prepare.megatron_index import document_ends
 
 NUMPY_DTYPES = {"uint16": "<u2", "uint32": "<u4", "uint8": "u1", "int32": "<i4", "int64": "<i8"}
 Split = Literal["train", "validation"]
+OF_BAD_ANSWER = 2
+"""What `targets` has, instead of 1, for a token of an answer whose label says that it is bad."""
 MOST_NOTES = 50
 """Different notes that are kept; a note should not quote its record."""
 HASHED_DOCUMENTS = 1 << 16
@@ -131,7 +133,8 @@ class Prepared:
         return empty, lost
 
     def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
-        """1 for every token that counts in the loss as a label, else 0; None: all count."""
+        """1, or `OF_BAD_ANSWER`, for every token that counts in the loss as a label, else 0; None:
+        all count."""
         if not self.has_targets:
             return None
         path = beside(self.train if split == "train" else self.validation, "targets")

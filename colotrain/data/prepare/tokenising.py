@@ -20,7 +20,14 @@ from colotrain.callers_script import Context
 from colotrain.data.prepare import corpora, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
-from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, merge_notes, write_metadata
+from colotrain.data.prepare.prepared import (
+    NUMPY_DTYPES,
+    OF_BAD_ANSWER,
+    Note,
+    beside,
+    merge_notes,
+    write_metadata,
+)
 from colotrain.data.prepare.records import BadRecord, Block
 from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
@@ -230,7 +237,7 @@ def encode(block: Block) -> Encoded:
 
 
 def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
-    if holds_tokens(record) and not _task.renderer.pairs:
+    if holds_tokens(record) and not (_task.renderer.pairs or _task.renderer.rated):
         return [
             token_row(
                 record,
@@ -317,7 +324,7 @@ Document = tuple[str, Rendered | TokenRow]
 """`FILE:LINE` of a record, and the record."""
 Tokens = np.ndarray[Any, Any]
 Targets = np.ndarray[Any, Any]
-"""1 for every token that counts in the loss, else 0."""
+"""1 for every token that counts in the loss, `OF_BAD_ANSWER` in a bad answer, else 0."""
 SPANS_BEGINNING = (
     "a token spans the beginning of an answer and counts as the answer's: after the prompt alone "
     "the model sees other tokens (let prompts end before a space, not after it)"
@@ -359,6 +366,7 @@ def encode_documents(
                 unusual[BEGINS_TWICE] = None
             row, wanted = _as_document(row, wanted, encoder, is_prompt=found.answers is not None)
         notes += [Note(text=text, count=1, first=place) for text in unusual]
+        wanted = wanted * np.uint8(OF_BAD_ANSWER if found.is_bad else 1)
         if len(row) or pairs:
             rows.append((row, wanted))
     if pairs:

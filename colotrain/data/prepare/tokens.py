@@ -191,7 +191,7 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
     ends = f"{ends} {plan.tokens!r}" if plan.tokens else ends
     salt = f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
     if family == "records":
-        pairs = " pairs" if plan.pairs else ""
+        pairs = " pairs" if plan.pairs else " rated" if plan.rated else ""
         salt += f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
     return named, salt
 

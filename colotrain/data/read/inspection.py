@@ -151,8 +151,8 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
         problem = f"sample {index} has no input_ids and labels to show (it has {names})"
         raise ColotrainError(problem, "name them so in your dataset")
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
-    if plan.pairs:
-        for answer in range(2):
+    if plan.rows:
+        for answer in range(len(plan.rows)):
             documents = _padding_apart(ids[answer], labels[answer], answer)
             yield from _as_text(plan, ids[answer], labels[answer], documents)
     elif sample["input_ids"].dim() != 1:

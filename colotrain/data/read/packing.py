@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colotrain.data.prepare.prepared import Prepared, Split
+from colotrain.data.prepare.prepared import OF_BAD_ANSWER, Prepared, Split
 from colotrain.errors import ConfigError, Problem
-from colotrain.spec.objectives import IGNORE_INDEX
+from colotrain.spec.objectives import GOOD, IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
 PADDING_MASK = "padding_mask"
 """Entry of a sample that is 0 for the padding at its end."""
+PAIRING = 44
+"""Key of the order in which answers are paired with other prompts."""
 
 
 class TokenSamples:
@@ -156,6 +158,75 @@ class PairSamples:
         return {name: torch.stack([chosen[name], rejected[name]]) for name in chosen}
 
 
+class Documents:
+    """The documents of a split, whole: the tokens of each, and what `targets` has of them."""
+
+    def __init__(self, prepared: Prepared, split: Split) -> None:
+        ends = prepared.document_ends(split)
+        if ends is None:
+            raise _no_documents("whole documents")
+        self._tokens, self._targets = prepared.tokens(split), prepared.targets(split)
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        start = int(self._ends[index - 1]) if index else 0
+        stop = int(self._ends[index])
+        ids = self._tokens[start:stop].astype(np.int64)
+        if self._targets is None:
+            return ids, np.ones(len(ids), np.uint8)
+        return ids, self._targets[start:stop]
+
+
+class RatedSamples:
+    """Answers that are good or bad, each with another record's answer to the same prompt.
+
+    The rows of `input_ids` and `labels` [2, seq_len] are a record's prompt with its own answer, and
+    with that of the record before it in an order which depends on the number of records alone. So
+    each answer stands with one other prompt, in every epoch, and however batches are divided.
+    """
+
+    def __init__(self, documents: Any, seq_len: int) -> None:
+        if len(documents) == 1:
+            expected = "at least two records: the answer of one is compared with the other's prompt"
+            raise ConfigError([Problem(key="data", expected=expected, fix="give more records")])
+        self.documents, self.seq_len = documents, seq_len
+        order = np.argsort(np.random.Philox(key=PAIRING).random_raw(len(documents)), kind="stable")
+        self._others = np.empty(len(documents), np.int64)
+        self._others[order] = np.roll(order, 1)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        ids, targets = self.documents[index]
+        other_ids, other_targets = self.documents[int(self._others[index])]
+        prompt, before = _first_target(targets), _first_target(other_targets)
+        other_ids = np.concatenate([ids[:prompt], other_ids[before:]])
+        other_targets = np.concatenate([targets[:prompt], other_targets[before:]])
+        rows = [self._row(ids, targets), self._row(other_ids, other_targets)]
+        sample = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        is_good = not (targets == OF_BAD_ANSWER).any()
+        return {**sample, GOOD: torch.tensor(int(is_good))}
+
+    def _row(self, ids: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        """A document, cut at `seq_len` or padded, with the next tokens as labels."""
+        ids, targets = ids[: self.seq_len], targets[: self.seq_len]
+        inputs, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, IGNORE_INDEX)
+        inputs[: len(ids)] = ids
+        labels[: len(ids) - 1] = np.where(targets > 0, ids, IGNORE_INDEX)[1:]
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+def _first_target(targets: np.ndarray[Any, Any]) -> int:
+    """Position of the first token that counts in the loss; the length where none does."""
+    return int(np.argmax(targets > 0)) if targets.any() else len(targets)
+
+
 class Concatenation:
     """Several datasets, one after the other, as one."""
 
@@ -183,13 +254,14 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
             if not shard.has_documents and shard.index is None and shard.separator is None:
                 raise _no_documents("documents with known ends")
     parts = [_pack_one(shard, plan, split, packing) for shard in shards if shard.count(split)]
-    return parts[0] if len(parts) == 1 else Concatenation(parts)
+    packed = parts[0] if len(parts) == 1 else Concatenation(parts)
+    return RatedSamples(packed, plan.seq_len) if plan.rated else packed
 
 
 def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
     """Resolve `data.packing=auto`: one document per sample where records have answers."""
-    if plan.packing != "auto" or plan.pairs:
-        return "none" if plan.pairs else plan.packing
+    if plan.packing != "auto" or plan.rows:
+        return "none" if plan.rows else plan.packing
     return "none" if any(shard.has_targets for shard in shards) else "stream"
 
 
@@ -198,6 +270,8 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     if packing == "stream":
         return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate, shift=shift)
     most = 1 if packing == "none" else None
+    if plan.rated:
+        return Documents(shard, split)
     if plan.pairs:
         return PairSamples(DocumentSamples(shard, split, plan.seq_len, most=1))
     return DocumentSamples(

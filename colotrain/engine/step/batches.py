@@ -21,6 +21,8 @@ class Batches:
 
     def __init__(self, run: Run, clock: StepClock | None = None) -> None:
         self.run, self.clock = run, clock
+        self.read: list[Batch] = []
+        """The micro-batches, where a pass before the step has read them already."""
         self.generators = generators.states(run.device)
         """State of the random number generators before the step."""
         nothing = torch.zeros(3, dtype=torch.float64, device=run.device)
@@ -38,11 +40,15 @@ class Batches:
         for index in range(num):
             run.at(Phase.DATA)
             with self.clock.fetching() if self.clock is not None else nullcontext():
-                batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
+                batch = self.read[index] if self.read else self._fetch(index)
             run.at(Phase.COMPUTE)
             run.progress.at_micro_batch(index, of=num, calls=len(run.sharded.calls))
             run.history.micro_batches += 1
             yield batch
+
+    def _fetch(self, index: int) -> Batch:
+        run = self.run
+        return to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
 
     @contextmanager
     def again(self, *, phase: Phase) -> Iterator[Batches]:
@@ -53,7 +59,9 @@ class Batches:
         generators.set_states(run.device, self.generators)
         gradients.clear_(run.sharded.module)
         with torch.no_grad(), kept_buffers(run.sharded.module), torch.enable_grad():
-            yield Batches(run)
+            again = Batches(run)
+            again.read = self.read
+            yield again
         if run.tiers is not None:
             run.tiers.transfers.wait_for_gradients()
         gradients.drop_unused_(run.gradients)

@@ -24,6 +24,7 @@ from colotrain.engine.state.pieces import persistent_buffers
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.averages import averaged_parameters
 from colotrain.engine.step.clock import StepClock
+from colotrain.engine.step.global_rows import micro_batches
 from colotrain.engine.step.loss_trial import sums_tokens
 from colotrain.engine.step.monitor import interruptible
 from colotrain.engine.step.participant import Participant, StepResult
@@ -116,12 +117,15 @@ class Evaluator(Participant):
         weights = self._weights_of_metrics() if self.weights is None else self.weights
         total = data.num_micro_batches
         assert total is not None
+        source: Iterator[Batch] = iter(())
         for index in range(total):
             run.at(Phase.EVALUATION)
             run.sharded.calls.clear()
             run.progress.at_micro_batch(index, of=total, calls=0)
             at = divmod(index, num)
-            batch = to_device(data.micro_batch(*at), run.device)
+            if at[1] == 0:
+                source = micro_batches(run, data, at[0], min(num, total - index))
+            batch = next(source)
             num_samples = len(data.positions(*at))
             with uncompiled(run.plan, num_samples < run.plan.batch.micro_batch):
                 found = self._with_metrics(batch)

@@ -1,12 +1,13 @@
 """What takes part in the steps of a run, and what it asks of all ranks in a step's one all-reduce.
 
 A participant owns its state and its own rules of when it has something to do. The step
-(`step.train`) knows nothing of it but three moments:
+(`step.train`) knows nothing of it but four moments:
 
-1. `asks`: the micro-batches are computed, and the ranks are about to meet. What is asked here is
+1. `before_forward`: the step has begun, and none of its micro-batches is computed.
+2. `asks`: the micro-batches are computed, and the ranks are about to meet. What is asked here is
    answered from all ranks, without a further collective.
-2. `before_update`: gradients, loss and answers are known, the weights are those of the step before.
-3. `after_step`: the update is done and counted; the next step has not begun.
+3. `before_update`: gradients, loss and answers are known, the weights are those of the step before.
+4. `after_step`: the update is done and counted; the next step has not begun.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ class Participant:
 
     def __init__(self, run: Run, clock: StepClock) -> None:
         self.run, self.clock = run, clock
+
+    def before_forward(self, batches: Batches) -> None:
+        """Act before the first forward of a step, with the weights of the step before."""
 
     def asks(self) -> Mapping[str, Ask]:
         """Return name → what to ask of all ranks, the same names on every rank."""

@@ -20,6 +20,7 @@ from colotrain.engine.state.pieces import persistent_buffers
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import Evaluator
+from colotrain.engine.step.global_rows import GlobalPass
 from colotrain.engine.step.guard import Guard
 from colotrain.engine.step.monitor import StepDurations
 from colotrain.engine.step.participant import (
@@ -230,6 +231,8 @@ ORDER: tuple[Callable[[Run, StepClock], Participant], ...] = (
     StopRequests,
     SameBlocks,
     FirstStepNotes,
+    # What the losses of a step need to know of one another.
+    GlobalPass,
     # Placement measures the memory of the step's own passes, before noise makes a second one.
     Placement,
     # Noise comes before statistics begin: afterwards gradients are those of the step again.
@@ -253,4 +256,4 @@ ORDER: tuple[Callable[[Run, StepClock], Participant], ...] = (
     # A traced step contains all that the others do.
     Profiler,
 )
-"""What takes part in the steps of every run, in the one order of all three moments."""
+"""What takes part in the steps of every run, in the one order of all four moments."""

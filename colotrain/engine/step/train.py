@@ -55,6 +55,8 @@ def take_step(run: Run, participants: Sequence[Participant], clock: StepClock) -
     begin_step_(run)
     batches, num = Batches(run, clock), run.plan.batch.accumulation_steps
     with monitor.interruptible(run):
+        for participant in participants:
+            participant.before_forward(batches)
         accumulate(run.gradients, batches, num=num, totals=batches.totals)
         clock.lap("compute_s", less=clock.data_s)
         agreed = agree(run, batches, participants, clock)

@@ -45,6 +45,34 @@ class Kept:
         )
 
 
+POSITIONS = "positions_in_global_batch"
+"""Entry of a batch with the number of each sample in its global batch, where rows are shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalRows:
+    """What the loss of a sample needs to know of all samples of its global batch.
+
+    A pass without gradients before each step (`engine.step.global_rows`) computes it of all
+    micro-batches on all ranks, so that a step is the same however its batch is divided.
+    """
+
+    rows: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+    """What a model says of the samples of a micro-batch: [samples, ...]."""
+    entries: Callable[[Tensor], dict[str, Tensor]]
+    """Entries of every micro-batch, from the rows of all samples in their order."""
+
+    def alone(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A batch that is a whole global batch by itself, with its entries."""
+        with torch.no_grad():
+            found = self.rows(model, batch)
+        return {**batch, **self.entries(found), POSITIONS: _numbers_of(found)}
+
+
+def _numbers_of(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A loss, and what the model's forward gets of a batch for it."""
@@ -58,5 +86,7 @@ class Objective:
     """Context of forward, of a batch."""
     kept: Kept | None = None
     """What the loss needs that another model, or the model before, says of a sample."""
+    global_rows: GlobalRows | None = None
+    """What the loss of a sample needs to know of the other samples of a step."""
     is_users: bool = False
     """Whether the user's own function computes the loss."""

@@ -24,8 +24,9 @@ REFERENCE = "reference_log_probs"
 """Entry of a batch with the reference's log-probabilities, float64."""
 
 
-def objective(settings: DPO) -> Objective:
-    kept = Kept(
+def kept_reference() -> Kept:
+    """Log-probabilities of both rows of a sample under the model as the run begins."""
+    return Kept(
         entry=REFERENCE,
         shape=lambda labels: (labels[0],),
         unknown=torch.tensor(torch.nan, dtype=torch.float64),
@@ -37,7 +38,10 @@ def objective(settings: DPO) -> Objective:
         source="reference",
         other="weights of model.hf: they are the reference from step {step} on",
     )
-    loss = functools.partial(loss_of, beta=settings.beta)
+
+
+def objective(settings: DPO) -> Objective:
+    loss, kept = functools.partial(loss_of, beta=settings.beta), kept_reference()
     return Objective("train.objective=dpo", loss, inputs_of, lambda batch: by_token(), kept)
 
 

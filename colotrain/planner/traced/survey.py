@@ -52,6 +52,7 @@ from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
+from colotrain.spec.objectives import GOOD
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
@@ -356,9 +357,11 @@ def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
             fix = f"give {DOCUMENT_IDS} in data.target's samples, or set data.isolate=false"
             raise ConfigError([Problem(key="data.isolate", value=True, expected=expected, fix=fix)])
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
-    shape = (2, data.seq_len) if data.pairs else (data.seq_len,)
+    shape = (len(data.rows), data.seq_len) if data.rows else (data.seq_len,)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     sample = {"input_ids": tokens, "labels": tokens.clone()}
+    if data.rated:
+        sample[GOOD] = tokens.new_empty(())
     if data.isolate:
         sample[DOCUMENT_IDS] = tokens.clone()
     if data.marks_padding and data.packing != "stream":

@@ -21,7 +21,7 @@ from colotrain.engine.model.model_blocks import find_blocks
 from colotrain.engine.model.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.errors import UsageError, message_of
 from colotrain.models.loss import computing_as
-from colotrain.models.objective import output_of
+from colotrain.models.objective import as_global_batch, output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.planner.traced.kernels import kernels_of
 from colotrain.spec.plan import Recompute
@@ -73,6 +73,8 @@ def trace(
     for name, tensor in sample.items():
         dtype = compute if cast_of(name, tensor, compute) else tensor.dtype
         batch[name] = torch.empty((micro_batch, *tensor.shape), dtype=dtype, device="meta")
+    with kernels_of(device), computing_as(device):
+        batch = as_global_batch(model, batch)
     return read(record(model, batch, device=device, repeated=REPEATED[checkpointing]), model, batch)
 
 

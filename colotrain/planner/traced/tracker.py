@@ -30,7 +30,7 @@ from colotrain.engine.sharding.sharded_model import (
 )
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.loading import build_on_meta
-from colotrain.models.objective import attach_, output_of
+from colotrain.models.objective import as_global_batch, attach_, output_of
 from colotrain.planner.layout import layout_of
 from colotrain.planner.memory import predict
 from colotrain.planner.traced.survey import one_sample, survey, tied_names
@@ -185,7 +185,7 @@ def _step(
         begin_backward(sharded, last=index == plan.batch.accumulation_steps - 1)
         if tracker is not None:
             tracker.reset_mod_stats()  # it tracks one micro-batch at a time
-        loss_of(output_of(sharded.module, batch)).backward()
+        loss_of(output_of(sharded.module, as_global_batch(sharded.module, batch))).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
