@@ -11,11 +11,12 @@ from typing import Any
 from colotrain.config.schema import Data, Part
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.records import same_fields
-from colotrain.spec.objectives import MaskedPlan
+from colotrain.spec.objectives import MaskedPlan, RelatedPlan
 from colotrain.spec.plan import DataPlan, PartPlan
 from colotrain.spec.settings import CommonData, CommonPart
 
 PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
+RELATED = "give JSONL, CSV, Parquet or Arrow files of texts that belong together"
 RATED = "give JSONL, CSV, Parquet or Arrow files of answers with a label"
 
 
@@ -25,13 +26,14 @@ def data_plan(
     *,
     pairs: bool = False,
     rated: bool = False,
+    related: RelatedPlan | None = None,
     masked: MaskedPlan | None = None,
     tokens: Sequence[str] = (),
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
     `pairs`: whether the records are preference pairs. `rated`: whether they are answers with a
-    label. `masked`: which tokens are hidden. `tokens`
+    label. `related`: the texts of a sample. `masked`: which tokens are hidden. `tokens`
     are added to the tokenizer.
     """
     missing: list[Problem] = []
@@ -57,6 +59,7 @@ def data_plan(
         workers=0 if data.workers == "auto" else data.workers,
         pairs=pairs,
         rated=rated,
+        related=related,
         masked=masked,
     )
     num_sources = sum(map(bool, (data.corpus, paths, parts, data.target)))
@@ -178,6 +181,8 @@ def _needed(plan: DataPlan) -> tuple[str, str] | None:
     """Return the fields that records must have, and what to do; None where texts do, too."""
     if plan.pairs:
         return "prompt, chosen and rejected", PAIRS
+    if plan.related is not None:
+        return f"{', '.join(plan.related.columns[:-1])} and {plan.related.columns[-1]}", RELATED
     return ("prompt, completion and label", RATED) if plan.rated else None
 
 
@@ -200,9 +205,10 @@ def _check_template(data: Data) -> Iterator[Problem]:
 
 
 def _check_columns(key: str, columns: Mapping[str, Any]) -> Iterator[Problem]:
-    from colotrain.data.prepare.conversations import COLUMNS
+    from colotrain.data.prepare.conversations import COLUMNS, RELATED_TEXTS
 
+    known = (*COLUMNS, *RELATED_TEXTS)
     for name in columns:
-        if name not in COLUMNS:
-            expected = f"one of {', '.join(COLUMNS)}"
-            yield Problem(key=f"{key}.{name}", expected=expected, fix=suggest(name, COLUMNS))
+        if name not in known:
+            expected = f"one of {', '.join(known)}"
+            yield Problem(key=f"{key}.{name}", expected=expected, fix=suggest(name, known))

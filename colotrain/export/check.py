@@ -58,7 +58,7 @@ from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.objectives import DPO, KTO, DistillPlan
+from colotrain.spec.objectives import DPO, KTO, DistillPlan, EmbedPlan
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_seconds
 
@@ -302,6 +302,8 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
     if isinstance(model.objective, DistillPlan):
         notes.append("the loss of a distillation is not repeated: only outputs are compared")
         return {"kind": "none"}
+    if isinstance(model.objective, EmbedPlan):
+        return {"kind": "embed", **to_plain(model.objective)}
     if isinstance(model.objective, DPO | KTO):
         if model.hf is None:
             notes.append("the reference of the preferences is no directory: only outputs compared")
@@ -330,11 +332,11 @@ def _is_causal(plan: RunPlan, kind: str) -> bool:
 
 
 def _inputs(row: dict[str, Tensor], *, labels: bool) -> dict[str, Tensor]:
-    """What a model gets of a sample: all, or without `labels`, and pairs as two samples."""
-    if labels:
+    """What a model gets of a sample: all, or without `labels`, and each row as a sample."""
+    if labels and row.get("input_ids", torch.empty(0)).ndim < 3:
         return row
-    flat = {n: t.flatten(0, 1) if n == "input_ids" and t.ndim > 2 else t for n, t in row.items()}
-    return {n: t for n, t in flat.items() if n in ("input_ids", "attention_mask", "document_ids")}
+    inputs = {n: row[n] for n in ("input_ids", "attention_mask", "document_ids") if n in row}
+    return {n: t.flatten(0, 1) if t.ndim > 2 else t for n, t in inputs.items()}
 
 
 def _texts(plan: RunPlan, samples: list[dict[str, Tensor]]) -> tuple[list[str], list[list[int]]]:

@@ -382,6 +382,21 @@ def rated_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
     return ((losses.sum(), counted[:, 0].sum()),)
 
 
+def contrast_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """Cross-entropy of each query's positive; the batch is a whole global batch."""
+    ids, seen = (batch[n].flatten(0, 1) for n in ("input_ids", "attention_mask"))
+    hidden = model(input_ids=ids, attention_mask=seen)[0].float()
+    rows = torch.arange(len(ids))
+    if loss["pooling"] == "mean":
+        vectors = (hidden * seen.unsqueeze(-1)).sum(1) / seen.sum(1, keepdim=True)
+    else:
+        vectors = hidden[rows, 0 if loss["pooling"] == "cls" else seen.sum(1) - 1]
+    query, *others = F.normalize(vectors, dim=-1).view(*batch["input_ids"].shape[:2], -1).unbind(1)
+    logits = float(loss["scale"]) * query @ torch.cat(others).T
+    total = F.cross_entropy(logits, torch.arange(len(query)), reduction="sum")
+    return ((total, torch.tensor(len(query))),)
+
+
 def log_probs(model: Any, batch: Batch) -> Tensor:
     labels = batch["labels"]
     logits = causal_logits(model, batch).flatten(0, 1)
@@ -410,6 +425,7 @@ WAYS = {
     "function": function_loss,
     "dpo": preference_loss,
     "kto": rated_loss,
+    "embed": contrast_loss,
 }
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def changed_files(folder: Path, *, alone: bool = False) -> list[str]:
     """
     check_regular(folder)
     then, now = exported_files(folder), digests(folder)
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    names = {name for name in _names_in(folder) if not name.startswith(".")}
     if added := sorted(names - {RECEIPT, *then}) if then or alone else []:
         problem = f"{folder}: {RECEIPT} does not list {shortened(', '.join(added))}"
         fix = "take that out, or export the run again"
@@ -114,14 +114,24 @@ def changed_call(folder: Path, plan: RunPlan, kind: str) -> list[str]:
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file but the receipt."""
     found = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != RECEIPT:
+    for name in _names_in(folder):
+        path = folder / name
+        if path.is_file() and name != RECEIPT:
             try:
                 with open(path, "rb", opener=partial(open_inside, folder)) as file:
-                    found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                    found[name] = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 fix = "copy the directory with what its links lead to"
                 raise UsageError(f"{path}: {error.strerror}", fix) from error
+    return found
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Names of files and folders; a folder with files, such as a pooling's, has theirs."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+        found += [f"{path.name}/{inner.name}" for inner in inside] or [path.name]
     return found
 
 

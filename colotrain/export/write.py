@@ -16,6 +16,7 @@ from colotrain.engine.state.checkpoint import step_of
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.export import llama
 from colotrain.export.adapter import write_peft
+from colotrain.export.embedding import copy_modules
 from colotrain.export.job import (
     OWN_CONFIG,
     Choice,
@@ -37,6 +38,7 @@ from colotrain.models import huggingface
 from colotrain.models.huggingface_files import Converted
 from colotrain.models.huggingface_match import sources_of
 from colotrain.rundir import RunDir
+from colotrain.spec.objectives import EmbedPlan
 from colotrain.spec.plan import ModelPlan, RunPlan
 
 
@@ -149,6 +151,8 @@ def _write_hf_directory(job: Job) -> list[Entry]:
     write_json(job.folder / "config.json", {**settings, "dtype": dtype_name(entries)})
     if source is not None:
         copy_files(Path(source), job.folder, (GENERATION,))
+    if plan.hf is not None and isinstance(plan.objective, EmbedPlan):
+        copy_modules(Path(plan.hf), job.folder)
     write_run_tokenizer(job, source=source)
     complete_prompting(job, settings)
     return entries

@@ -53,6 +53,7 @@ from colotrain.models.huggingface_task import (
 )
 from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.spec.objectives import EmbedPlan
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
@@ -75,9 +76,10 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     args = dict(plan.args)
     dtype = _dtype(args.pop("dtype", "float32"))
     config = _config(folder, args)
-    architecture = _architecture(folder, config)
+    architecture = _architecture_of(plan, config)
     task = task_of(_transformers(), config, architecture)
-    _check_has_loss(folder, config, architecture)
+    if not _gives_vectors(plan):
+        _check_has_loss(folder, config, architecture)
     model = _construct(architecture, config, dtype, folder if loads else None)
     match_(model, _open(folder), folder)
     keep_in_float32_(model, dtype)
@@ -148,7 +150,7 @@ def missing_values(model: Any, plan: ModelPlan, seed: int) -> dict[str, Tensor]:
     missing = sources_of(model).missing
     if not missing:
         return {}
-    architecture = _architecture(Path(str(plan.hf)), model.config)
+    architecture = _architecture_of(plan, model.config)
     dtype = _dtype(plan.args.get("dtype", "float32"))
     values = draw_(_construct(architecture, model.config, dtype), missing, seed=seed)
     return dict(zip(missing, values, strict=True))
@@ -193,6 +195,9 @@ def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 def peft_task(model: nn.Module) -> str | None:
     """PEFT's name of the model's task; a model of another kind is taken for a causal one."""
     task: Task | None = CAUSAL
+    made: Any = model
+    if is_plain(model) and is_in(_transformers(), WITHOUT_LOSS, made.config, type(model)):
+        return "FEATURE_EXTRACTION"
     if is_from_directory(model):
         task = task_in(model)
     elif is_plain(model):
@@ -270,6 +275,26 @@ def _change_(config: Any, args: dict[str, Any], where: str) -> None:
             _change_(getattr(holder, key), value, f"{where}.{key}")
         else:
             setattr(holder, key, value)
+
+
+def _gives_vectors(plan: ModelPlan) -> bool:
+    """Whether the objective takes hidden states, not what a head makes of them."""
+    return isinstance(plan.objective, EmbedPlan)
+
+
+def _architecture_of(plan: ModelPlan, config: Any) -> type[nn.Module]:
+    """The class that config.json names, or that class without its head, as AutoModel has it."""
+    folder = Path(str(plan.hf))
+    if not _gives_vectors(plan):
+        return _architecture(folder, config)
+    found = _transformers().MODEL_MAPPING.get(type(config), None)
+    found = found[0] if isinstance(found, list | tuple) else found
+    if found is None or getattr(config, "is_encoder_decoder", False):
+        expected = f"an encoder or a decoder of transformers (it is a {config.model_type})"
+        raise wrong(folder, expected, "name another directory, or set train.objective=null")
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return found
 
 
 def _architecture(folder: Path, config: Any) -> type[nn.Module]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from colotrain.dotted import import_target
 from colotrain.models.facts import facts_of
-from colotrain.models.objectives import distill, dpo, kto
+from colotrain.models.objectives import distill, dpo, embed, kto
 from colotrain.models.objectives.base import Kept, Objective
-from colotrain.spec.objectives import DPO, KTO, DistillPlan, ObjectivePlan
+from colotrain.spec.objectives import DPO, KTO, DistillPlan, EmbedPlan, ObjectivePlan
 from colotrain.spec.plan import ModelPlan
 
 
@@ -26,6 +26,8 @@ def _of(settings: ObjectivePlan) -> Objective:
             return distill.objective(settings)
         case KTO():
             return kto.objective(settings)
+        case EmbedPlan():
+            return embed.objective(settings)
 
 
 def kept_of(plan: ModelPlan) -> Kept | None:

@@ -49,7 +49,7 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
     A ring of n ranks sends (n - 1) / n of the whole per all-gather or reduce-scatter, and twice
     that per all-reduce (Patarasuk and Yuan 2009). Kept parameters are gathered once a step; freed
     ones for each forward, and again for each backward that reaches them. The root group's stay
-    gathered in between.
+    gathered in between. A pass before the step gathers them as a step's forwards do.
     """
     groups = find(survey, trace, layout)
     steps, ring = layout.accumulation_steps, (layout.shard - 1) / layout.shard
@@ -82,12 +82,13 @@ def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator
     """Yield each group and the number of its all-gathers in a step."""
     reached = reached_by_backward(trace)
     fetched = fetched_ahead(groups, trace)
+    passes = 0 if trace is None else trace.passes_before
     for name, group in groups.items():
         if not group.gathered_bytes:
             yield name, 0
         elif group.stays:
-            yield name, 1
+            yield name, 1 + passes
         else:
             again = reached is None or bool(reached & set(group.blocks))
             ahead = 1 if name and name == fetched else 0  # the next forward uses it
-            yield name, steps * (2 if name and again else 1) + ahead
+            yield name, steps * ((2 if name and again else 1) + passes) + ahead

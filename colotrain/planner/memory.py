@@ -202,10 +202,17 @@ class _StepSimulation:
             self.allocations.begin(key, "buffers", num_bytes)
         self.allocations.end(*made)
 
+    def _input_bytes(self) -> int:
+        """Bytes of a micro-batch, with what its loss needs to know of the global batch's others."""
+        layout = self.layout
+        ranks = layout.shard * layout.replicas
+        others = layout.micro_batch * (ranks * layout.accumulation_steps - 1)
+        return self.trace.input_bytes + int(others * self.trace.row_bytes)
+
     def micro_batch(self, *, last: bool) -> None:
         self.count += 1
         self.allocations.end("leaving")
-        self.allocations.begin("inputs", "activations", self.trace.input_bytes)
+        self.allocations.begin("inputs", "activations", self._input_bytes())
         self._fetch(self.root)
         self._arrive(self.root)
         for index, (segment, parts) in enumerate(self.forward):

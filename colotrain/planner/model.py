@@ -16,6 +16,9 @@ from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts, matches
 from colotrain.spec.survey import COMPILER, Survey
 
+FIRST = ("model", "adapter", "data.seq_len", "train.embed")
+"""Settings that a model is built with: without them, or with wrong ones, none is built."""
+
 
 def survey_model(
     model: ModelPlan,
@@ -26,7 +29,7 @@ def survey_model(
     problems: list[Problem],
 ) -> Survey | None:
     """Survey the model, and append problems of the settings with it; None if it cannot be built."""
-    if not model.value or touches(problems, ("model", "adapter", "data.seq_len")):
+    if not model.value or touches(problems, FIRST):
         return None
     try:
         found = surveys.survey(model, freeze, settings.data.seq_len)

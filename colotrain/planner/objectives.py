@@ -7,12 +7,21 @@ from collections.abc import Iterator
 from colotrain.config.data import data_plan
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
+from colotrain.data.prepare.conversations import RELATED_TEXTS
 from colotrain.errors import Problem
 from colotrain.planner.distillation import check_distillation, distill_plan
+from colotrain.planner.embedding import embed_plan
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import touches
-from colotrain.spec.objectives import Distill, MaskedPlan, ObjectivePlan, objective_of
-from colotrain.spec.plan import DataPlan, ModelPlan
+from colotrain.spec.objectives import (
+    Distill,
+    Embed,
+    MaskedPlan,
+    ObjectivePlan,
+    RelatedPlan,
+    objective_of,
+)
+from colotrain.spec.plan import BatchPlan, DataPlan, ModelPlan
 from colotrain.spec.survey import Survey
 
 SHORTEST = 3  # tokens of a sample: one between those that begin and end it
@@ -26,6 +35,7 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
         problems,
         pairs=objective.has_pairs,
         rated=objective.has_rated_answers,
+        related=_related(settings, problems) if objective.relates_texts else None,
         masked=_masked(settings, problems) if objective.hides_tokens else None,
         tokens=settings.model.tokens,
     )
@@ -38,6 +48,8 @@ def objective_plan(settings: Config, problems: list[Problem]) -> ObjectivePlan |
     section = getattr(settings.train, objective_of(settings.train.objective).section)
     if isinstance(section, Distill):
         return distill_plan(section, problems)
+    if isinstance(section, Embed):
+        return embed_plan(section, settings.model.hf, problems)
     return section if isinstance(section, ObjectivePlan) else None
 
 
@@ -68,6 +80,42 @@ def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:
     )
 
 
+def _related(settings: Config, problems: list[Problem]) -> RelatedPlan | None:
+    """The texts of a sample, and the tokens around them; None where a problem is reported."""
+    data = settings.data
+    if touches(problems, ("data",)) or vocabulary.check_tokenizer(data.tokenizer) is not None:
+        return None
+    columns = RELATED_TEXTS if settings.train.embed.negatives else RELATED_TEXTS[:-1]
+    file = vocabulary.tokenizer_file(data.tokenizer)
+    if file is None:
+        expected = "the tokenizer of a directory, for train.objective=embed"
+        fix = "name a directory with a tokenizer.json"
+        wrong = Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+        problems.append(wrong)
+        return None
+    found = vocabulary.special_tokens(data.tokenizer, settings.model.tokens)
+    end = vocabulary.frame_of(vocabulary.load(file)).after
+    pad = 0 if found is None else found.pad or 0
+    least = len(end) + 1
+    if data.seq_len <= least:
+        expected = f"more than {least} under train.objective=embed"
+        problems.append(Problem(key="data.seq_len", value=data.seq_len, expected=expected))
+        return None
+    return RelatedPlan(columns=columns, pad_id=pad, end_ids=end)
+
+
+def check_global_batch(settings: Config, batch: BatchPlan) -> Iterator[Problem]:
+    """Problem of a global batch in which a query has its own positive as its only candidate."""
+    compares = objective_of(settings.train.objective).relates_texts
+    if compares and batch.global_batch < 2 and not settings.train.embed.negatives:
+        expected = (
+            "at least 2 under train.objective=embed: with one sample there is nothing to tell"
+        )
+        fix = "raise it, or set train.embed.negatives=true"
+        size = batch.global_batch
+        yield Problem(key="train.global_batch", value=size, expected=expected, fix=fix)
+
+
 def check_objective(
     settings: Config, model: ModelPlan, survey: Survey, surveys: ModelSurveys
 ) -> Iterator[Problem]:
@@ -82,6 +130,8 @@ def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[
 
     Where tokens are hidden, it is that of a model that is not made to find them.
     """
+    if objective_of(settings.train.objective).relates_texts:
+        return
     if objective_of(settings.train.objective).hides_tokens:
         if not survey.finds_hidden and (model.hf or survey.scores_tokens):
             expected = "a masked language model, such as a BertForMaskedLM, for its objective"

@@ -29,7 +29,7 @@ from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.micro_batch import choose
 from colotrain.planner.model import UNBUILT, at_peak, count, survey_model, warn_of_data
 from colotrain.planner.model_surveys import ModelSurveys
-from colotrain.planner.objectives import objective_plan, plan_data
+from colotrain.planner.objectives import check_global_batch, objective_plan, plan_data
 from colotrain.planner.plugin import (
     check_override_names,
     check_plugin,
@@ -140,6 +140,7 @@ def examine(
     scale, batch = scale_out(settings, machine, problems)
     if batch is not None:
         problems += check_sizes(settings.elastic, scale, batch)
+        problems += check_global_batch(settings, batch)
     problems += check_meshes(settings, scale)
     problems += check_replace_slow(settings.elastic, scale)
     problems += check_traced_ranks(settings.train.profile, scale.world)

@@ -100,6 +100,7 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
     sent, num = traffic(layout, survey, trace), layout.accumulation_steps
     is_cpu = layout.device == "cpu"
     works = [segment.work for segment in trace.segments]
+    works += trace.passes_before * [s.work for s in trace.segments if s.phase == "forward"]
     groups = find(survey, trace, layout).values()
     moved = num * sum(work.moved_bytes for work in works)
     return {

@@ -40,6 +40,7 @@ ALLOWED = {
     "mesh": TEXT,
     "model.target": "|".join(map(re.escape, OWN_MODELS)),
     **{f"model.objective.{key}": WORDS for key in ("beta", "top_k", "alpha", "temperature")},
+    **{f"model.objective.{key}": WORDS for key in ("pooling", "scale", "negatives")},
     **{f"model.objective.{key}_weight": WORDS for key in ("desirable", "undesirable")},
     "model.deferred_init": WORDS,
     "model.tokens": TEXT,
@@ -53,7 +54,7 @@ ALLOWED = {
         for key in (
             *("source", "corpus", "format", "seq_len", "loss_on", "packing", "isolate", "on_bad"),
             *("workers", "num_workers", "shuffle", "validation_fraction", "pairs", "masked"),
-            "rated",
+            *("rated", "related"),
         )
     },
     "data.tokenizer": r"auto|bytes|bpe-\d+",
@@ -68,7 +69,7 @@ ALLOWED = {
             *("global_batch", "micro_batch", "precision", "tf32", "compile", "grad_clip"),
             *("activation_checkpointing", "eval_every", "eval_steps", "eval_first"),
             *("on_nonfinite", "max_rollbacks", "objective", "dpo", "masking", "profile"),
-            "kto",
+            *("kto", "embed"),
             *("distill.top_k", "distill.alpha", "distill.temperature", "ignore_index"),
         )
     },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from colotrain.spec.ranges import ABOVE_ZERO, SHARE, Range, at_least
 
@@ -38,6 +38,8 @@ class Objective:
     scores_tokens: ClassVar[bool] = False
     """Whether it needs the loss of every token by itself, which not every causal model gives."""
 
+    relates_texts: ClassVar[bool] = False
+    """Whether samples are several texts, of which the model makes vectors."""
     passes_before: ClassVar[int] = 0
     """Forwards without gradients of each micro-batch before a step's own, in which the loss of a
     sample gets to know the other samples of the global batch."""
@@ -147,13 +149,54 @@ class KTO(Objective):
     """Weight of the loss of bad answers."""
 
 
-ObjectivePlan = DPO | DistillPlan | KTO
+Pooling = Literal["mean", "last", "cls"]
+"""The vector of a text: the mean of its tokens' hidden states, or that of its last or first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed(Objective):
+    """Embeddings of texts, by contrast with the other texts of the global batch."""
+
+    section = "embed"
+    ranges: ClassVar = {"scale": ABOVE_ZERO}
+    relates_texts = True
+    passes_before = 1
+
+    pooling: Pooling | Literal["auto"] = "auto"
+    """What makes a vector of a text's hidden states: their mean, the last token's (last) or the
+    first one's (cls); auto: as the directory's sentence-transformers files say."""
+    scale: float = 20.0
+    """Factor of the cosine similarities, which are then logits."""
+    negatives: bool = False
+    """Whether each record has a `negative`, a text that is not to be found either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedPlan(Embed):
+    """The section, with its pooling."""
+
+    pooling: Pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelatedPlan:
+    """The texts of a sample, and what stands around their tokens."""
+
+    columns: tuple[str, ...]
+    """Columns of records, each of which is a row of a sample."""
+    pad_id: int
+    end_ids: tuple[int, ...]
+    """Tokens that the tokenizer puts after a text; a text that is cut keeps them."""
+
+
+ObjectivePlan = DPO | DistillPlan | KTO | EmbedPlan
 """An objective whose loss colotrain computes; each has other keys."""
 OBJECTIVES: dict[str, type[Objective]] = {
     "dpo": DPO,
     "masked": Masking,
     "distill": Distill,
     "kto": KTO,
+    "embed": Embed,
 }
 RANGES = {
     f"train.{objective.section}.{setting}": known

@@ -17,7 +17,7 @@ from colotrain.records import after, from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.objectives import IGNORE_INDEX, MaskedPlan, ObjectivePlan
+from colotrain.spec.objectives import IGNORE_INDEX, MaskedPlan, ObjectivePlan, RelatedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.optimizers import optimizer_of
@@ -153,7 +153,7 @@ class PartPlan(CommonPart):
 
 OF_SAMPLES = (
     *("target", "args", "collate"),
-    *("seq_len", "pairs", "rated", "masked", "isolate", "marks_padding"),
+    *("seq_len", "pairs", "rated", "related", "masked", "isolate", "marks_padding"),
 )
 """Settings under `data` that samples' shapes depend on."""
 
@@ -174,6 +174,8 @@ class DataPlan(CommonData):
     rated: bool = False
     """Whether each sample is an answer that is good or bad, and another record's answer to its
     prompt."""
+    related: RelatedPlan | None = None
+    """Texts of a sample, of which the model makes vectors; None: other samples."""
     masked: MaskedPlan | None = None
     """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
     marks_padding: bool = False
@@ -186,6 +188,8 @@ class DataPlan(CommonData):
         """Return what the rows of tokens of a sample are; a sample that is one row has no name."""
         if self.pairs:
             return "chosen answer", "rejected answer"
+        if self.related is not None:
+            return self.related.columns
         return ("answer", "answer of another record") if self.rated else ()
 
     @property

@@ -64,7 +64,7 @@ def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -
 
 
 DPO, MASKED, DISTILL = (f"train.objective={name}" for name in ("dpo", "masked", "distill"))
-KTO = "train.objective=kto"
+KTO, EMBED = (f"train.objective={name}" for name in ("kto", "embed"))
 OWN = {"train.loss": None, "train.metrics": None}
 """Functions of the user's, which get a model's outputs as they are."""
 OF_FILES: dict[str, Any] = {
@@ -112,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     *rules(KTO, OWN, "the objective has its own"),
     Rule(KTO, "train.on_nonfinite", ("stop", "skip")),
     Rule(KTO, "train.compile", (False,), "a pass without gradients comes before each step"),
+    Rule(KTO, "train.compile", (False,), "a pass without gradients comes before each step"),
     Rule(KTO, "data.target", (None,), "answers with labels come from files (data.path)"),
     Rule(KTO, "data.corpus", (None,), "a corpus has no answers with labels"),
     Rule(KTO, "data.packing", ("auto", "none"), "each answer is a sample"),
@@ -125,6 +126,15 @@ RULES: tuple[Rule, ...] = (
         "the reference is the model as the run begins",
         "export that checkpoint (`colotrain export`), and name the directory in model.hf",
     ),
+    *rules(EMBED, OWN, "the objective has its own"),
+    Rule(EMBED, "model.target", (None,), "", "name a directory of an encoder or decoder: model.hf"),
+    Rule(EMBED, "train.compile", (False,), "dropout must drop the same with and without gradients"),
+    Rule(EMBED, "data.target", (None,), "texts come from files (data.path)"),
+    Rule(EMBED, "data.corpus", (None,), "a corpus has no texts that belong together"),
+    Rule(EMBED, "data.packing", ("auto", "none"), "each text is a row"),
+    Rule(EMBED, "data.isolate", (False,), "each text is a row"),
+    Rule(EMBED, PROMPTS, ([],), "a model of embeddings continues no text"),
+    *rules(EMBED, NO_AXES),
     *rules("mesh.pp>1", {"train.compile": False, **OWN, "train.objective": None}),
     Rule("mesh.pp>1", PROMPTS, ([],), "no rank has the whole model"),
     Rule("mesh.pp>1", "mesh.sequence_parallel", (False,)),

@@ -161,6 +161,10 @@ class Trace:
     """What ranks that divide samples' tokens exchange, and those that divide matrices."""
     ungrouped: tuple[str, ...] = ()
     """The blocks of `Ungrouped`."""
+    passes_before: int = 0
+    """Forwards without gradients of each micro-batch before those of a step."""
+    row_bytes: float = 0.0
+    """Bytes of what each sample's loss needs to know of one sample of the global batch."""
 
     @property
     def kept_bytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.spec.objectives import DPO, KTO, DistillPlan
+from colotrain.spec.objectives import DPO, KTO, DistillPlan, EmbedPlan
 from colotrain.spec.plan import ModelPlan, RunPlan
 from colotrain.verify.plain_models import build_plain
 
@@ -28,6 +28,8 @@ def objective_of(plan: RunPlan, dtype: torch.dtype | None) -> PlainObjective | N
     match plan.model.objective:
         case KTO():
             return RatedAnswers(plan, dtype, plan.model.objective)
+        case EmbedPlan():
+            return RelatedTexts(plan.model.objective)
         case DPO(beta=beta):
             return TwoModels(plan, dtype, beta)
         case DistillPlan():
@@ -85,6 +87,34 @@ class RatedAnswers:
         of_bad = self.settings.undesirable_weight * (1 - torch.sigmoid(beta * (kl - gained)))
         losses = torch.where(good, of_good, of_bad)[counted[:, 0]]
         return losses.sum() / max(len(losses), 1)
+
+
+class RelatedTexts:
+    """Queries, and what is to be found by them among all texts of a global batch."""
+
+    def __init__(self, settings: EmbedPlan) -> None:
+        self.settings = settings
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the queries of -log of the share of their own positive."""
+        kinds = [self._vectors(model, batch, kind) for kind in range(batch["input_ids"].shape[1])]
+        texts = torch.cat(kinds[1:])
+        similar = torch.stack([(texts * query).sum(-1) for query in kinds[0]])
+        shares = (self.settings.scale * similar).softmax(-1)
+        return -shares.diagonal().log().mean()
+
+    def _vectors(self, model: nn.Module, batch: dict[str, Tensor], kind: int) -> Tensor:
+        """Vectors [samples, d] of length 1, each of a text without its padding."""
+        found = []
+        texts, masks = (batch[name][:, kind] for name in ("input_ids", "attention_mask"))
+        for ids, seen in zip(texts, masks, strict=True):
+            length = int(seen.sum())
+            output: Any = model(input_ids=ids[None, :length], attention_mask=seen[None, :length])
+            hidden = output.last_hidden_state[0]
+            pooled = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}
+            vector = pooled[self.settings.pooling]
+            found.append(vector / vector.square().sum().sqrt())
+        return torch.stack(found)
 
 
 class WithTeacher:

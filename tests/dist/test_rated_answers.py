@@ -50,7 +50,7 @@ def verified(rated: Colotrain, *words: str) -> None:
 
 
 def test_verify_compares_with_two_models_in_plain_torch(rated: Colotrain) -> None:
-    """With the KL of a micro-batch instead of the global batch's, gradients differ by 1e-3."""
+    """With the KL of a micro-batch instead of the global batch's, gradients differ by 4e-4."""
     options = ("--world-sizes", "2", "--plugins", "zero2", "--accumulation", "2")
     verified(rated, *SMALL, BYTES, "optim.lr=0.02", *options, "--freeze", "none")
 

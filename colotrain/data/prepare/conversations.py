@@ -34,6 +34,8 @@ SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label")
 COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
+RELATED_TEXTS = ("query", "positive", "negative")
+"""Texts of which a model of embeddings makes vectors."""
 PAIR = ("chosen", "rejected")
 """Answers of a preference pair, of which the first is the better one."""
 CHATS = ("messages", "conversations", "conversation")
@@ -43,6 +45,8 @@ CONTEXTS = ("input", "context")
 """Columns with more of the question, which may be empty or absent."""
 ANSWERS = ("output", "answer", "response", "solution", "targets")
 SYSTEMS = ("system", "system_prompt")
+ANCHOR = "anchor"
+"""Another name of the column query, as in data of sentence-transformers."""
 LABELS = ("label", "kto_tag")
 """Columns of KTO's data, in which false means that an answer is a bad one."""
 
@@ -148,13 +152,17 @@ class Renderer:
     """Special tokens such as bos_token, by name, which templates may use."""
     pairs: bool = field(default=False, repr=False)
     """Whether records are preference pairs."""
+    related: tuple[str, ...] = field(default=(), repr=False)
+    """Columns with the texts of a sample, each a text by itself; (): other records."""
     rated: bool = field(default=False, repr=False)
     """Whether records are answers with a label, which says whether they are good."""
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
         own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
-        return frozenset(self.columns.get(meaning, meaning) for meaning in (*COLUMNS, *own))
+        related = (*RELATED_TEXTS, ANCHOR) if self.related else ()
+        meanings = (*COLUMNS, *own, *related)
+        return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
 
     def documents(self, record: Mapping[str, Any]) -> list[Rendered]:
         """The record as texts: one, none where it is empty, a pair's two, or one for each answer.
@@ -174,7 +182,24 @@ class Renderer:
         return self._with_unread(found, fields)
 
     def _texts(self, fields: Fields) -> list[Rendered]:
+        if self.related:
+            return self._related(fields)
         return self._pair(fields) if self.pairs else self._render(fields)
+
+    def _related(self, fields: Fields) -> list[Rendered]:
+        """The texts of a sample, each by itself."""
+        found = []
+        for column in self.related:
+            meanings = ("query", ANCHOR) if column == "query" else (column,)
+            text = fields.take_text(*meanings)
+            if not text.strip():
+                has = ", ".join(map(str, fields.record)) or "-"
+                raise BadRecord(f"{fields.name(column)}: expected a text; the record has {has}")
+            found.append(Rendered(text=text, answers=None, ends=True))
+        if "negative" not in self.related and fields.find("negative"):
+            name = fields.name("negative")
+            raise BadRecord(f"{name}: it is read with train.embed.negatives=true")
+        return found
 
     def _rated(self, fields: Fields) -> list[Rendered]:
         """The text of an answer with a label."""
@@ -399,6 +424,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         tokens=tokens,
         pairs=plan.pairs,
         rated=plan.rated,
+        related=plan.related.columns if plan.related is not None else (),
     )
 
 

@@ -191,6 +191,8 @@ def begin(task: Task) -> None:
     _encoder, _task = vocabulary.open_encoder(task.tokenizer, task.file), task
     if task.masked:
         _encoder = replace(_encoder, frame=Frame())
+    if task.renderer.related:  # tokens as transformers' tokenizer(text) makes them
+        _encoder = replace(_encoder, separator=None)
 
 
 def encode(block: Block) -> Encoded:
@@ -213,9 +215,9 @@ def encode(block: Block) -> Encoded:
         notes += [Note(text=name, count=1, first=place, is_unread=True) for name in unread]
         split = split_of(block, number, _task.fraction)
         documents[split] += [(place, document) for document in found]
-    pairs = _task.renderer.pairs
+    pairs, keeps_empty = _task.renderer.pairs, bool(_task.renderer.related)
     rows = {
-        split: encode_documents(found, _encoder, notes, pairs=pairs)
+        split: encode_documents(found, _encoder, notes, pairs=pairs, keeps_empty=keeps_empty)
         for split, found in documents.items()
     }
     return Encoded(
@@ -237,7 +239,8 @@ def encode(block: Block) -> Encoded:
 
 
 def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
-    if holds_tokens(record) and not (_task.renderer.pairs or _task.renderer.rated):
+    renderer = _task.renderer
+    if holds_tokens(record) and not (renderer.pairs or renderer.rated or renderer.related):
         return [
             token_row(
                 record,
@@ -337,11 +340,17 @@ BEGINS_TWICE = (
 
 
 def encode_documents(
-    documents: Sequence[Document], encoder: Encoder, notes: list[Note], *, pairs: bool
+    documents: Sequence[Document],
+    encoder: Encoder,
+    notes: list[Note],
+    *,
+    pairs: bool,
+    keeps_empty: bool = False,
 ) -> list[tuple[Tokens, Targets]]:
     """Tokens and targets of documents; appends to `notes`.
 
-    `pairs`: whether each two of them are the answers of a preference pair.
+    `pairs`: whether each two of them are the answers of a preference pair. `keeps_empty`: whether a
+    document without tokens stays one.
     """
     texts = [found for _, found in documents if isinstance(found, Rendered)]
     plain = iter(encoder.encode([r.text for r in texts if r.answers is None]))
@@ -367,7 +376,7 @@ def encode_documents(
             row, wanted = _as_document(row, wanted, encoder, is_prompt=found.answers is not None)
         notes += [Note(text=text, count=1, first=place) for text in unusual]
         wanted = wanted * np.uint8(OF_BAD_ANSWER if found.is_bad else 1)
-        if len(row) or pairs:
+        if len(row) or pairs or keeps_empty:
             rows.append((row, wanted))
     if pairs:
         _begin_together_(rows)

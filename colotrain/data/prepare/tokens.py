@@ -192,6 +192,7 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
     salt = f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
     if family == "records":
         pairs = " pairs" if plan.pairs else " rated" if plan.rated else ""
+        pairs += f" {plan.related.columns}" if plan.related is not None else ""
         salt += f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
     return named, salt
 

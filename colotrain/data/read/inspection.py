@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from colotrain import generators
 from colotrain.data.prepare import vocabulary
@@ -146,6 +147,11 @@ def sample_tokens(
 
 
 def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterator[Token]:
+    if plan.related is not None:
+        for row, (ids, seen) in enumerate(zip(*map(Tensor.tolist, sample.values()), strict=True)):
+            places: list[int | None] = [row if is_seen else -1 for is_seen in seen]
+            yield from _as_text(plan, ids, ids, places, shift=0)
+        return
     if "input_ids" not in sample or "labels" not in sample:
         names = ", ".join(map(str, sample))
         problem = f"sample {index} has no input_ids and labels to show (it has {names})"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colotrain.data.prepare.prepared import OF_BAD_ANSWER, Prepared, Split
 from colotrain.errors import ConfigError, Problem
-from colotrain.spec.objectives import GOOD, IGNORE_INDEX
+from colotrain.spec.objectives import GOOD, IGNORE_INDEX, RelatedPlan
 from colotrain.spec.plan import DataPlan
 
 PADDING_MASK = "padding_mask"
@@ -222,6 +222,36 @@ class RatedSamples:
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
+class RelatedSamples:
+    """Texts that belong together: `input_ids` and `attention_mask` [texts, seq_len].
+
+    A text that is cut keeps the tokens that the tokenizer puts after it.
+    """
+
+    def __init__(self, documents: Any, seq_len: int, plan: RelatedPlan) -> None:
+        self.documents, self.seq_len, self.plan = documents, seq_len, plan
+
+    def __len__(self) -> int:
+        return len(self.documents) // len(self.plan.columns)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        num = len(self.plan.columns)
+        ids = torch.full((num, self.seq_len), self.plan.pad_id)
+        seen = torch.zeros((num, self.seq_len), dtype=torch.int64)
+        for row in range(num):
+            text = torch.from_numpy(self._cut(self.documents[num * index + row][0]))
+            ids[row, : len(text)], seen[row, : len(text)] = text, 1
+        return {"input_ids": ids, "attention_mask": seen}
+
+    def _cut(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        end = np.array(self.plan.end_ids, np.int64)
+        if len(ids) <= self.seq_len:
+            return ids
+        return np.concatenate([ids[: self.seq_len - len(end)], end])
+
+
 def _first_target(targets: np.ndarray[Any, Any]) -> int:
     """Position of the first token that counts in the loss; the length where none does."""
     return int(np.argmax(targets > 0)) if targets.any() else len(targets)
@@ -255,6 +285,8 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
                 raise _no_documents("documents with known ends")
     parts = [_pack_one(shard, plan, split, packing) for shard in shards if shard.count(split)]
     packed = parts[0] if len(parts) == 1 else Concatenation(parts)
+    if plan.related is not None:
+        return RelatedSamples(packed, plan.seq_len, plan.related)
     return RatedSamples(packed, plan.seq_len) if plan.rated else packed
 
 
@@ -270,7 +302,7 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     if packing == "stream":
         return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate, shift=shift)
     most = 1 if packing == "none" else None
-    if plan.rated:
+    if plan.rated or plan.related is not None:
         return Documents(shard, split)
     if plan.pairs:
         return PairSamples(DocumentSamples(shard, split, plan.seq_len, most=1))

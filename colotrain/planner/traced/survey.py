@@ -314,7 +314,8 @@ def trace_micro_batch(
             for shard in shards
             if shard.calls
         )
-        return dataclasses.replace(found, exchanges=exchanges)
+        passes = 0 if model.objective is None else model.objective.passes_before
+        return dataclasses.replace(found, exchanges=exchanges, passes_before=passes)
     except NotTraceable as error:
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {message_of(cause).partition(chr(10))[0]}"
@@ -360,6 +361,8 @@ def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
     shape = (len(data.rows), data.seq_len) if data.rows else (data.seq_len,)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     sample = {"input_ids": tokens, "labels": tokens.clone()}
+    if data.related is not None:
+        return {"input_ids": tokens, "attention_mask": tokens.clone()}
     if data.rated:
         sample[GOOD] = tokens.new_empty(())
     if data.isolate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +73,14 @@ def trace(
     for name, tensor in sample.items():
         dtype = compute if cast_of(name, tensor, compute) else tensor.dtype
         batch[name] = torch.empty((micro_batch, *tensor.shape), dtype=dtype, device="meta")
-    with kernels_of(device), computing_as(device):
-        batch = as_global_batch(model, batch)
-    return read(record(model, batch, device=device, repeated=REPEATED[checkpointing]), model, batch)
+    try:
+        with kernels_of(device), computing_as(device), torch.device("meta"):
+            whole = as_global_batch(model, batch)
+    except Exception as error:  # any error of a forward that needs values
+        raise NotTraceable(f"{type(error).__name__}: {message_of(error)}") from error
+    shared = sum(t.numel() * t.element_size() for n, t in whole.items() if n not in batch)
+    recording = record(model, whole, device=device, repeated=REPEATED[checkpointing])
+    return replace(read(recording, model, whole), row_bytes=shared / micro_batch)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,14 @@ from colotrain.config.schema import Train
 from colotrain.engine.model.precision import cast_dtype, dtype_of
 from colotrain.engine.optim.optimizers import MAKERS, make
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.objectives import DPO, KTO, OBJECTIVES, DistillPlan, ObjectivePlan
+from colotrain.spec.objectives import (
+    DPO,
+    KTO,
+    OBJECTIVES,
+    DistillPlan,
+    EmbedPlan,
+    ObjectivePlan,
+)
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import ModelPlan, OptimPlan
 from colotrain.spec.precisions import PRECISIONS, PrecisionName
@@ -58,7 +65,7 @@ def test_every_objective_that_a_configuration_may_name_is_described() -> None:
 
 
 def test_a_plan_tells_its_objectives_apart() -> None:
-    objectives = DPO(), DistillPlan(teacher="there"), KTO()
+    objectives = DPO(), DistillPlan(teacher="there"), KTO(), EmbedPlan(pooling="last")
     assert {type(objective) for objective in objectives} == set(get_args(ObjectivePlan))
     for objective in objectives:
         model = ModelPlan(target="", objective=objective)
