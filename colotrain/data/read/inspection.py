@@ -150,7 +150,10 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
     if plan.related is not None:
         for row, (ids, seen) in enumerate(zip(*map(Tensor.tolist, sample.values()), strict=True)):
             places: list[int | None] = [row if is_seen else -1 for is_seen in seen]
-            yield from _as_text(plan, ids, ids, places, shift=0)
+            read = [
+                token if is_seen else IGNORE_INDEX for token, is_seen in zip(ids, seen, strict=True)
+            ]
+            yield from _as_text(plan, ids, read, places, shift=0)
         return
     if "input_ids" not in sample or "labels" not in sample:
         names = ", ".join(map(str, sample))

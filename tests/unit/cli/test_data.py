@@ -85,6 +85,26 @@ def test_both_answers_of_a_pair_are_shown(folder: Path, capsys: pytest.CaptureFi
     assert f"── rejected answer ──\n{number}+1=[[many" in printed
 
 
+def test_an_answer_is_shown_with_that_of_another_record(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}.", "label": i > 9} for i in range(40)]
+    (folder / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("data.path=rated.jsonl", "train.objective=kto", "data.seq_len=16")
+    segments = inspect(capsys, *settings)["sample"]["segments"]
+    number = int(segments[0]["text"].removesuffix("+1="))
+    asked, own, again, other = ((s["text"], s["in_loss"], s["document"]) for s in segments)
+    assert own == (f"{number + 1}.\0", True, 0)
+    assert asked == (f"{number}+1=", False, 0)
+    assert again == (f"{number}+1=", False, 1)
+    assert other[1:] == (True, 1)
+    assert other[0] != own[0]
+    assert guarded(["data", "inspect", *RECIPE, *settings]) == 0
+    printed = capsys.readouterr().out
+    assert f"── answer ──\n{number}+1=[[{number + 1}." in printed
+    assert f"── answer of another record ──\n{number}+1=[[" in printed
+
+
 def test_answers_that_a_sample_has_no_room_for_are_not_counted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from colotrain.planner.communication import Traffic
@@ -9,7 +11,7 @@ from colotrain.planner.communication import traffic as traffic_of
 from colotrain.planner.layout import layout_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import ROWS
-from colotrain.spec.survey import ParameterInfo, Survey
+from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
 
 BLOCKS = 4
 
@@ -99,3 +101,15 @@ def test_replicas_all_reduce_their_shards_once_a_step() -> None:
 def test_one_rank_sends_nothing() -> None:
     found = traffic(plugin("zero3", (1,)), survey(), batch(4), "fp32")
     assert (found.gathers, found.reductions, found.bytes_per_step) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("name", "added"), [("zero2", BLOCKS + 1), ("zero3", 3 * (BLOCKS + 1))])
+def test_a_pass_before_the_step_gathers_as_its_forwards_do(name: str, added: int) -> None:
+    layout = layout_of(plugin(name, (2,)), batch(3), optim=OPTIM, precision="fp32")
+    segments = tuple(Segment(phase="forward", block=f"b.{i}", events=()) for i in range(BLOCKS))
+    without = Trace(segments=segments, storages=(), gradients={})
+    before, found = (
+        traffic_of(layout, survey(), trace).gathers
+        for trace in (without, replace(without, passes_before=1))
+    )
+    assert found - before == added
