@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from colotrain.rundir import read_json
 from colotrain.spec.plan import AdapterPlan
 
 RANK, ALPHA = 8, 16.0
-PREFIX, SUFFIX = "base_model.model.", ".lora_A.weight"
+PREFIX = "base_model.model."
+PART = re.compile(
+    r"^(.*?)((?:\.base_layer)*)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)$"
+)
+"""A parameter of an adapter: its module, how deep it is wrapped there, and which one it is."""
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal", "eva", None)
 """Values of `init_lora_weights` under which PEFT changes nothing but the adapter's own matrices."""
 ACCEPTED: dict[str, tuple[Any, ...] | None] = {
@@ -23,38 +29,43 @@ ACCEPTED: dict[str, tuple[Any, ...] | None] = {
     "bias": ("none",),
     "init_lora_weights": INITIAL_VALUES,
     "use_rslora": (False, True),
+    "use_dora": (False, True),
     **dict.fromkeys(("r", "lora_alpha", "lora_dropout")),
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),
     **dict.fromkeys(("task_type", "auto_mapping", "base_model_name_or_path", "revision")),
     **dict.fromkeys(("peft_version", "inference_mode", "runtime_config", "fan_in_fan_out")),
     **dict.fromkeys(("megatron_core", "qalora_group_size", "eva_config")),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")),
 }
 """PEFT's settings that may be set → their values that are known; None: any.
 
-These are all that compute, or that say nothing about, the sum of a layer and a product of two
-matrices: which layers have one follows from the names of the weights. Of any other setting only an
+These are all that compute what `models.adapters` does, or that say nothing about it: which layers
+have an adapter follows from the names of the weights. Of any other setting only an
 empty value is taken.
 """
 
 
 def check_adapter(adapter: Adapter) -> Iterator[Problem]:
     """Yield the problems of an adapter section that need no files to be found."""
-    written = {
-        "rank": adapter.rank,
-        "alpha": adapter.alpha,
-        "targets": adapter.targets or None,
-        "dropout": adapter.dropout,
-        "path": adapter.path,
-    }
     if adapter.name is None:
-        for key, value in written.items():
-            if value is not None:
-                fix = "set adapter.name=lora, or remove it"
-                yield _wrong(key, value, "nothing without adapter.name", fix)
+        for key, value in _written(adapter).items():
+            yield _wrong(
+                key, value, "nothing without adapter.name", "set adapter.name=lora, or remove it"
+            )
         return
-    if not adapter.targets and adapter.path is None:
-        fix = "for example adapter.targets=[q_proj,v_proj]"
+    if not (adapter.targets or adapter.parameters or adapter.path):
+        fix = "for example adapter.targets=[q_proj,v_proj], or all-linear"
         yield _wrong("targets", None, "globs on the names of linear layers", fix)
+    for key, glob in (
+        (k, g) for k in ("targets", "exclude", "parameters") for g in getattr(adapter, k)
+    ):
+        if not isinstance(glob, str) or not glob:
+            yield _wrong(key, glob, "globs on names", "write names as texts")
+    for key, numbers in (("ranks", adapter.ranks), ("alphas", adapter.alphas)):
+        for glob, number in numbers.items():
+            if not (number >= 1 if key == "ranks" else 0 < number < math.inf):
+                expected = "1 or more" if key == "ranks" else "a number above 0"
+                yield _wrong(f"{key}.{glob}", number, expected, "correct it")
     if adapter.rank is not None and adapter.rank < 1:
         yield _wrong("rank", adapter.rank, "1 or more", f"for example adapter.rank={RANK}")
     if adapter.alpha is not None and not 0 < adapter.alpha < math.inf:
@@ -63,16 +74,28 @@ def check_adapter(adapter: Adapter) -> Iterator[Problem]:
         yield _wrong("dropout", adapter.dropout, "a number from 0 up to, but not, 1", "or 0")
 
 
+def _written(adapter: Adapter) -> dict[str, Any]:
+    """The settings beside the name that are not at their defaults."""
+    plain = {f.name: getattr(adapter, f.name) for f in fields(Adapter) if f.name != "name"}
+    return {key: value for key, value in plain.items() if value not in (None, [], {})}
+
+
 def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | None:
     """Return the requested adapter; problems with its directory are added to `problems`."""
     if adapter.name is None or any(True for _ in check_adapter(adapter)):
         return None
     if adapter.path is None:
+        targets = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets
         return AdapterPlan(
             name=adapter.name,
             rank=adapter.rank or RANK,
             alpha=adapter.alpha or ALPHA,
-            targets=tuple(adapter.targets),
+            rslora=bool(adapter.rslora),
+            ranks=dict(adapter.ranks),
+            alphas=dict(adapter.alphas),
+            targets=tuple(targets),
+            exclude=tuple(adapter.exclude),
+            parameters=tuple(adapter.parameters),
             dropout=adapter.dropout or 0.0,
         )
     try:
@@ -80,17 +103,27 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
     except ConfigError as error:
         problems += error.problems
         return None
-    for key, wanted, known in (
-        ("rank", adapter.rank, found.rank),
-        ("alpha", adapter.alpha, found.alpha),
-    ):
-        if wanted not in (None, known):
-            fix = f"remove it: adapter.path={adapter.path} decides"
-            problems.append(_wrong(key, wanted, f"{known:g}, as in adapter.path", fix))
-    if adapter.targets:
-        fix = "remove it: the directory decides which layers have adapters"
-        problems.append(_wrong("targets", adapter.targets, "nothing beside adapter.path", fix))
+    problems += _against_path(adapter, found)
     return found if adapter.dropout is None else replace(found, dropout=adapter.dropout)
+
+
+def _against_path(adapter: Adapter, found: AdapterPlan) -> Iterator[Problem]:
+    """Yield the problems of settings that say otherwise than the adapter in `adapter.path`."""
+    known = {"name": found.name, "rank": found.rank, "alpha": found.alpha, "rslora": found.rslora}
+    written = {"name": adapter.name, **_written(adapter)}
+    for key, value in written.items():
+        if key in known and value != known[key]:
+            number = known[key]
+            shown = f"{number:g}" if isinstance(number, float) else str(number)
+            fix = f"set adapter.name={found.name}" if key == "name" else "remove it"
+            fix = f"{fix}: adapter.path={adapter.path} decides"
+            yield _wrong(key, value, f"{shown}, as in adapter.path", fix)
+        elif key not in (*known, "path", "dropout"):
+            fix = "remove it: the directory decides which layers have adapters, and of what rank"
+            yield _wrong(key, value, "nothing beside adapter.path", fix)
+    if found.parameters and (adapter.dropout or found.dropout):
+        expected = "0 with adapters on parameters, as in adapter.path"
+        yield _wrong("dropout", adapter.dropout or found.dropout, expected, "set adapter.dropout=0")
 
 
 def read_peft(folder: Path) -> AdapterPlan:
@@ -107,28 +140,55 @@ def read_peft(folder: Path) -> AdapterPlan:
     refused = [name for name, value in settings.items() if not _is_accepted(name, value)]
     if refused:
         raise ConfigError([_refused(folder, name, settings[name]) for name in refused])
-    rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-    if settings.get("use_rslora"):  # scaled by alpha / √rank (Kalajdzievski 2023)
-        alpha *= math.sqrt(rank)
     shapes = _tensor_shapes(weights)
-    layers = [n.removeprefix(PREFIX).removesuffix(SUFFIX) for n in shapes if n.endswith(SUFFIX)]
-    pairs = {f"{PREFIX}{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
-    if odd := sorted(pairs ^ shapes.keys()):
-        has = "has" if odd[0] in shapes else "lacks"
-        expected = f"lora_A and lora_B of linear layers in its weights, only (it {has} {odd[0]})"
-        fix = "save it with PEFT's save_embedding_layers=False, or merge it into the model"
-        raise ConfigError([_wrong("path", folder, expected, fix)])
-    for name, shape in shapes.items():
-        if shape[0 if name.endswith(SUFFIX) else 1] != rank:
-            expected = f"matrices of its rank {rank} ({name} is {shape})"
-            raise ConfigError([_wrong("path", folder, expected, "save it with PEFT")])
-    return AdapterPlan(
-        rank=rank,
-        alpha=alpha,
-        targets=tuple(layers),
+    modules = _modules(settings.get("modules_to_save") or (), shapes)
+    beside = tuple(f"{PREFIX}{name}." for name in modules)
+    found = {name: PART.match(name) for name in shapes if not name.startswith(beside)}
+    plan = AdapterPlan(
+        name="dora" if settings.get("use_dora") else "lora",
+        rank=int(settings["r"]),
+        alpha=float(settings["lora_alpha"]),
+        rslora=bool(settings.get("use_rslora")),
+        ranks={key: int(n) for key, n in (settings.get("rank_pattern") or {}).items()},
+        alphas={key: float(n) for key, n in (settings.get("alpha_pattern") or {}).items()},
+        targets=tuple({m[1].removeprefix(PREFIX): None for m in found.values() if m}),
+        parameters=tuple(settings.get("target_parameters") or ()),
         dropout=float(settings.get("lora_dropout") or 0.0),
         path=str(folder),
+        modules=modules,
     )
+    if odd := _odd(plan, set(found)):
+        has = "has" if odd in shapes else "lacks"
+        expected = f"the matrices of its adapters in its weights, only (it {has} {odd})"
+        fix = "save it with PEFT's save_embedding_layers=False, or merge it into the model"
+        raise ConfigError([_wrong("path", folder, expected, fix)])
+    for name, match in found.items():
+        if match and not plan.parameters and match[3] != MAGNITUDE:
+            rank = plan.rank_of(match[1].removeprefix(PREFIX))
+            if shapes[name][0 if match[3] == A else 1] != rank:
+                expected = f"matrices of its rank {rank} ({name} is {shapes[name]})"
+                raise ConfigError([_wrong("path", folder, expected, "save it with PEFT")])
+    return plan
+
+
+def _odd(plan: AdapterPlan, names: set[str]) -> str:
+    """A name that is no part of an adapter, or a part that lacks another; empty where all fit."""
+    roles = (A, B, MAGNITUDE) if plan.name == "dora" else (A, B)
+    matches = [match for name in names if (match := PART.match(name))]
+    owners = {match[1] + match[2] for match in matches if plan.parameters or not match[2]}
+    return min(names ^ {f"{owner}.{role}" for owner in owners for role in roles}, default="")
+
+
+def _modules(named: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Modules that are whole in a file, from the ends of their names in `modules_to_save`."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.removeprefix(PREFIX).split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        inside = (module for module in above if module.endswith(tuple(named)))
+        if not PART.match(name) and (module := next(inside, None)):
+            found[module] = None
+    return tuple(found)
 
 
 def _is_accepted(name: str, value: Any) -> bool:
@@ -152,11 +212,28 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
         found = read_json(folder / name)
         int(found["r"]), float(found["lora_alpha"])
+        _check_types(found)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         expected = f"a directory in PEFT's format ({name}: {error})"
         fix = fix_of(error, "correct the path")
         raise ConfigError([_wrong("path", folder, expected, fix)]) from error
     return dict(found)
+
+
+def _check_types(settings: dict[str, Any]) -> None:
+    """Raise ValueError or TypeError for settings of other types than PEFT writes."""
+    for key, to in (("rank_pattern", int), ("alpha_pattern", float)):
+        for pattern, number in (settings.get(key) or {}).items():
+            if not 0 < to(number) < math.inf:
+                raise ValueError(f"{key} has {number}")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{key}: {pattern}: {error}") from error
+    for key in ("modules_to_save", "target_parameters"):
+        names = settings.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+            raise ValueError(f"{key} is no list of names")
 
 
 def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -114,18 +114,30 @@ class Data(CommonData):
 class Adapter:
     """Small trainable matrices beside the weights of linear layers; all others are frozen."""
 
-    name: Literal["lora"] | None = None
-    """lora: low-rank adapters; null: none."""
+    name: Literal["lora", "dora"] | None = None
+    """lora: low-rank adapters; dora: these, and the magnitude of each output; null: none."""
     rank: int | None = None
     """Rank of the matrices; 8 unless `path` has another."""
     alpha: float | None = None
     """The matrices' product is multiplied by alpha / rank; 16 unless `path` has another."""
-    targets: list[str] = field(default_factory=list)
-    """Globs on the names of linear layers or the last part of the names: `["*attn*", "q_proj"]`."""
+    rslora: bool | None = None
+    """Multiply by alpha / √rank instead (rank-stabilised)."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Glob on what has an adapter → another rank: `{"*mlp*": 16}`."""
+    alphas: dict[str, float] = field(default_factory=dict)
+    """Glob on what has an adapter → another alpha."""
+    targets: str | list[str] = field(default_factory=list)
+    """Globs on the names of linear layers or the last part of the names: `["*attn*", "q_proj"]`.
+    all-linear: every linear layer but the output head."""
+    exclude: list[str] = field(default_factory=list)
+    """Globs on linear layers that get no adapter."""
+    parameters: list[str] = field(default_factory=list)
+    """Globs on the names, or ends of names, of parameters outside of linear layers that get an
+    adapter, such as experts in one parameter: `["experts.down_proj"]`."""
     dropout: float | None = None
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
-    """Directory in PEFT's format to start from; its rank, alpha, layers and dropout are used."""
+    """Directory in PEFT's format to start from; all but the dropout is as it says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -36,11 +36,12 @@ def write_peft(job: Job) -> list[Entry]:
             "adapters on that directory as it is",
             "merge the adapters: leave out --adapter",
         )
-    layers = adapters.adapted(model)
+    stored = {part.name: part.stored for part in adapters.parts(model)}
     modules = _trained_modules(job, model)
     held = job.stored.entries
-    names = {f"{name}.{part}.weight" for name in layers for part in (adapters.A, adapters.B)}
-    entries = [held[name] for name in sorted(names)]
+    entries = [
+        replace(held[n], name=stored[n].removeprefix(adapters.PREFIX)) for n in sorted(stored)
+    ]
     if modules:
         entries += _module_entries(job, model, modules)
     entries = [
@@ -55,10 +56,7 @@ def write_peft(job: Job) -> list[Entry]:
     settings["modules_to_save"] = modules or None
     if modules:
         whole = ", ".join(modules)
-        job.notes.append(
-            f"{whole} trained, too: whole in the file (modules_to_save), which PEFT reads and "
-            "adapter.path does not; export without --adapter to go on from it"
-        )
+        job.notes.append(f"{whole} trained, too: whole in the file (modules_to_save)")
     (job.folder / adapters.SETTINGS).write_text(adapters.to_json(settings), "utf-8")
     write_run_tokenizer(job, source=plan.hf)
     if plan.hf is not None:
@@ -69,12 +67,13 @@ def write_peft(job: Job) -> list[Entry]:
 def _trained_modules(job: Job, model: nn.Module) -> list[str]:
     """Names of the modules that have a parameter, other than an adapter's, which trained."""
     freeze_(model, job.plan.freeze, step=step_of(job.stored.folder))
-    layers = adapters.adapted(model)
+    parts = {part.name for part in adapters.parts(model)}
+    adapted = {merge.weight.rpartition(".")[0] for merge in adapters.merges(model)}
     found: dict[str, None] = {}
     for parameter, names in names_of(model).items():
-        if parameter.requires_grad and not any(_is_adapter(name, layers) for name in names):
+        if parameter.requires_grad and parts.isdisjoint(names):
             for name in names:
-                found[_checked_owner(name, layers)] = None
+                found[_checked_owner(name, adapted)] = None
     modules = [name for name in found if not any(name.startswith(f"{a}.") for a in found)]
     everything = [name for name, _ in module_tree.named_modules(model)]
     for module in modules:
@@ -86,16 +85,10 @@ def _trained_modules(job: Job, model: nn.Module) -> list[str]:
     return modules
 
 
-def _is_adapter(name: str, layers: dict[str, nn.Module]) -> bool:
-    owner = name.removesuffix(".weight")
-    layer, _, part = owner.rpartition(".")
-    return layer in layers and part in (adapters.A, adapters.B)
-
-
-def _checked_owner(name: str, layers: dict[str, nn.Module]) -> str:
+def _checked_owner(name: str, adapted: Collection[str]) -> str:
     """The module that owns a parameter; raises `UsageError` where PEFT cannot keep a copy of it."""
     owner = name.rpartition(".")[0]
-    inside = [layer for layer in layers if layer == owner or layer.startswith(f"{owner}.")]
+    inside = [layer for layer in adapted if layer == owner or layer.startswith(f"{owner}.")]
     if not owner or inside:
         why = f"{inside[0]} has an adapter" if inside else "it is the model's own"
         raise UsageError(

@@ -256,7 +256,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     beside_base = adapter_names(folder) if kind == "peft" else ()
     model = own_model(plan, stored, written=dtype, beside_base=beside_base)
     is_precise = plan.train.precision in ("fp32", "fp64") and computes_in_float32(model)
-    model = in_float32(model, plan)
+    model = in_float32(model, plan, beside_base=beside_base)
     outputs = [outputs_of(model, sample, request) for sample in samples]
     if kind == "peft":  # the run may have made another model of the base than its config.json says
         architecture = type(model).__name__
@@ -387,7 +387,7 @@ def written_dtype(folder: Path) -> torch.dtype:
 
 
 def adapter_names(folder: Path) -> set[str]:
-    """The parameters in the file of an adapter, as the run names them."""
+    """The tensors in the file of an adapter, without PEFT's prefix."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         return {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118
 

@@ -43,8 +43,8 @@ def own_model(
     """The run's model with the values of a checkpoint, rounded as in the files.
 
     `written` is the dtype there. `beside_base`: the parameters in the files of an adapter that is
-    not merged. Without half precision nothing is rounded and adapters stay apart from what they
-    are merged with, so that the sums are checked.
+    not merged, by their names there. Without half precision nothing is rounded and adapters stay
+    apart from what they are merged with, so that the sums are checked.
     """
     model = build_whole(plan.model, seed=plan.train.seed).eval()
     with torch.no_grad():
@@ -57,20 +57,28 @@ def own_model(
         if written.itemsize < 4 or not computes_in_float32(model):
             if not beside_base:
                 _merge_(model)
+            names = {part.name: part.stored for part in adapters.parts(model)}
             for name, parameter in module_tree.named_parameters(model):
-                if not beside_base or name in beside_base:
+                inside = names.get(name, name).removeprefix(adapters.PREFIX)
+                if not beside_base or inside in beside_base:
                     parameter.copy_(parameter.to(written))
     attach_(model, plan.model)
     return model
 
 
-def in_float32(model: Any, plan: RunPlan) -> Any:
-    """The model as the reader loads it, in float32, if it is transformers' in half precision."""
+def in_float32(model: Any, plan: RunPlan, *, beside_base: Collection[str] = ()) -> Any:
+    """The model as the reader loads it, in float32, if it is transformers' in half precision.
+
+    Without `beside_base`, its adapters are merged (`own_model`).
+    """
     if plan.model.hf is None or computes_in_float32(model):
         return model
     args = {**plan.model.args, "dtype": "float32"}
     loaded = build_whole(replace(plan.model, args=args), seed=plan.train.seed).eval()
     loaded.load_state_dict(model.state_dict())
+    if not beside_base:
+        for merge in _mergeable(loaded):
+            merge.detach_()
     attach_(loaded, plan.model)
     return loaded
 
@@ -81,16 +89,18 @@ def computes_in_float32(model: nn.Module) -> bool:
     return all(p.element_size() >= 4 for p in floats)
 
 
-def _merge_(model: nn.Module) -> None:
-    """Merge adapters of layers whose weight is no other layer's, too."""
+def _mergeable(model: nn.Module) -> list[adapters.Merge]:
+    """How adapters are merged of parameters that are no other module's, too."""
     known_as = names_of(model)
-    for layer in adapters.adapted(model).values():
-        own: Any = layer
-        if len(known_as[own.weight]) == 1:
-            a, b, transposed = own.lora_A.weight, own.lora_B.weight, adapters.is_transposed(own)
-            merged = adapters.merged(own.weight, a, b, scale=own.lora_scale, transposed=transposed)
-            own.weight.copy_(merged)
-            b.zero_()
+    return [m for m in adapters.merges(model) if len(known_as[m.parameter]) == 1]
+
+
+def _merge_(model: nn.Module) -> None:
+    values = dict(module_tree.named_parameters(model))
+    for merge in _mergeable(model):
+        parts = [values[name] for name in merge.parts]
+        merge.parameter.copy_(merge.merged(merge.parameter, *parts))
+        merge.detach_()
 
 
 @torch.no_grad()

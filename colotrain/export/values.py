@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,20 +29,17 @@ def whole_entries(job: Job) -> list[Entry]:
     unmerged = dict(entries)
     if plan.adapter is None:
         return list(entries.values())
-    scale = plan.adapter.alpha / plan.adapter.rank
     model = on_meta(plan)
-    layers = adapters.adapted(model)
     known_as = names_of(model)
-    for name, layer in layers.items():
-        a = entries.pop(f"{name}.{adapters.A}.weight")
-        b = entries.pop(f"{name}.{adapters.B}.weight")
-        names = known_as[layer.weight]  # type: ignore[index]
+    for merge in adapters.merges(model):
+        parts = [entries.pop(name) for name in merge.parts]
+        names = known_as[merge.parameter]
         weight = unmerged[names[0]]
         if len(names) > 1:
             _untie(job, model, names)
             entries = {n: replace(weight, name=n) for n in names} | entries
-        merged = _merge(weight, a, b, scale, adapters.is_transposed(layer))
-        entries[f"{name}.weight"] = replace(weight, name=f"{name}.weight", read=merged)
+        read = partial(_merged, merge, [weight, *parts])
+        entries[merge.weight] = replace(weight, name=merge.weight, read=read)
     return list(entries.values())
 
 
@@ -65,15 +62,8 @@ def _untie(job: Job, model: nn.Module, names: list[str]) -> None:
     job.untied = True
 
 
-def _merge(
-    weight: Entry, a: Entry, b: Entry, scale: float, transposed: bool
-) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        return adapters.merged(
-            weight.read(), a.read(), b.read(), scale=scale, transposed=transposed
-        )
-
-    return read
+def _merged(merge: adapters.Merge, entries: list[Entry]) -> Tensor:
+    return merge.merged(*(entry.read() for entry in entries))
 
 
 def base_entries(job: Job) -> dict[str, Entry]:

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) on the linear layers of any model.
+"""Low-rank adapters on the linear layers of any model, and on parameters that hold experts.
 
-A layer keeps its class, its forward and the names of its parameters; beside them it gets
-`lora_A` and `lora_B`, whose product is added to its output by a forward hook. Everything that is
-not an adapter is frozen. Names, shapes and initial values are those of PEFT.
+A layer keeps its class, its forward and the names of its parameters; beside them it gets `lora_A`
+and `lora_B`, and what its kind of adapter needs, by which a forward hook changes its output.
+Everything that is not an adapter is frozen. Names, shapes and initial values are those of PEFT.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Container, Iterator
-from dataclasses import replace
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Callable, Container, Iterator, Set
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,58 +25,111 @@ from torch import Tensor, nn
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.generators import generator_of
+from colotrain.models.adapter_kinds import parameters
+from colotrain.models.adapter_kinds.low_rank import DROPOUT, LORA, A, AdapterKind, B, InputDropout
+from colotrain.models.adapter_kinds.magnitude import DORA, MAGNITUDE, row_norms, scaled_rows
+from colotrain.models.adapter_kinds.parameters import PARAMETER_ADAPTER, ParameterAdapter
+from colotrain.models.adapter_kinds.weights import is_transposed, whole_weight
 from colotrain.models.filling import Shards
 from colotrain.models.stored import StoredTensors
-from colotrain.models.tensor_parallel import TensorShard
 from colotrain.spec.divisions import Divisions
-from colotrain.spec.plan import AdapterPlan
+from colotrain.spec.plan import ALL_LINEAR, AdapterPlan
 
-A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
+KINDS: dict[str, AdapterKind] = {"lora": LORA, "dora": DORA}
+"""Name of an adapter in settings → how it changes the output of a linear layer."""
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."
 """Prefix of every name in PEFT's files."""
 BYPASSED = ("NonDynamicallyQuantizableLinear",)
 """Linear layers whose forward is never called (inside nn.MultiheadAttention)."""
+HEADS = ("score", "classifier")
+"""Names of classifiers' heads, which PEFT leaves out of all linear layers."""
 
 
-class InputDropout(nn.Dropout):
-    """Dropout of a layer's input, of which a rank may have a part of the features.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPart:
+    """One parameter of an adapter."""
 
-    The ranks of a tensor-parallel group draw the same numbers, for all features as one process
-    does, and use those of their own part.
-    """
+    name: str
+    """Its name in the model."""
+    stored: str
+    """Its name in PEFT's files."""
+    role: str
+    """A, B or MAGNITUDE."""
+    owner: Any
+    """The layer, or the adapter of a parameter."""
 
-    tensor_shard: TensorShard | None = None
+    @property
+    def parameter(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.owner.get_submodule(self.role).weight)
 
-    def __init__(self, p: float, num_features: int) -> None:
-        super().__init__(p)
-        self.num_features = num_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        shard = self.tensor_shard
-        draws = self.training and self.p > 0
-        if shard is None or not draws or x.shape[-1] == self.num_features:
-            return super().forward(x)
-        kept = super().forward(x.new_ones(*x.shape[:-1], self.num_features))
-        return x * kept.chunk(shard.size, dim=-1)[shard.rank]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """How an adapter and what it adapts become one weight."""
+
+    weight: str
+    """Name of the parameter that is adapted."""
+    parameter: nn.Parameter
+    parts: tuple[str, ...]
+    """Names of the adapter's parameters."""
+    merged: Callable[..., Tensor]
+    """The new weight of the old one and the values of the parts."""
+    detach_: Callable[[], None]
+    """Let the module compute without the adapter."""
 
 
 def attach_(model: nn.Module, plan: AdapterPlan) -> None:
     """Freeze `model`, and add a trainable adapter to every layer that `plan.targets` names.
 
     The adapter of a layer on the meta device is on the meta device, too. Raises `ConfigError` for
-    a target that names no linear layer.
+    a target that names no linear layer, and for files of the plan that are of another model.
     """
     layers = dict(linear_layers(model))
-    chosen = {name for name in layers if is_target(name, plan.targets)}
-    problems = [*_unmatched(plan, layers), *_misshapen(plan, layers)]
-    if problems:
+    names = _chosen(model, plan, layers)
+    chosen = {name: layer for name, layer in layers.items() if name in names}
+    held = {name: found for name, found in _adaptable(model, layers) if plan.adapts(name)}
+    if problems := [*_unmatched(model, plan, layers), *_ambiguous(plan, [*chosen, *held])]:
         raise ConfigError(problems)
     model.requires_grad_(False)
-    for name in layers:
-        if name in chosen:
-            _attach(layers[name], plan)
+    for name, layer in chosen.items():
+        _attach(layer, name, plan)
+    for name, (module, key) in held.items():
+        parameters.attach_(module, key, rank=plan.rank_of(name), scale=plan.scale_of(name))
+    if plan.path is not None:
+        if problems := [*_misshapen(model, plan), *_unlike(model, plan)]:
+            raise ConfigError(problems)
+        for name in plan.modules:
+            model.get_submodule(name).requires_grad_(True)
+
+
+def _chosen(model: nn.Module, plan: AdapterPlan, layers: dict[str, nn.Module]) -> set[str]:
+    """Names of the linear layers that get an adapter."""
+    named = {name for name in layers if plan.targets_layer(name)}
+    if ALL_LINEAR in plan.targets:
+        named |= layers.keys() - _heads(model)
+    return {name for name in named if not plan.excludes(name)}
+
+
+def _heads(model: nn.Module) -> set[str]:
+    """Names of the output head, which is found as PEFT finds it."""
+    found = None
+    if callable(outputs := getattr(model, "get_output_embeddings", None)):
+        found = outputs()
+        found = found or next((getattr(model, n) for n in HEADS if hasattr(model, n)), None)
+    return {name for name, module in module_tree.named_modules(model) if module is found}
+
+
+def _adaptable(
+    model: nn.Module, layers: Container[str]
+) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """Name, module and key of every parameter that can have an adapter of its own."""
+    for name, module in module_tree.named_modules(model):
+        for key, parameter in module._parameters.items():
+            fits = parameter is not None and parameter.ndim in (2, 3)
+            if fits and name not in layers:
+                yield f"{name}.{key}" if name else key, (module, key)
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -125,18 +179,6 @@ def computes_linear(module: nn.Linear) -> bool:
     return isinstance(found, Tensor) and found.shape == wanted.shape and found.allclose(wanted)
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is [inputs, outputs], as in transformers' Conv1D."""
-    known = type(module).__name__ == "Conv1D"
-    return known and type(module).__module__.startswith("transformers.")
-
-
-def is_target(name: str, globs: tuple[str, ...]) -> bool:
-    """Whether a glob names the layer, by its whole name or by the last part of it."""
-    last = name.rpartition(".")[2]
-    return any(fnmatchcase(name, glob) or fnmatchcase(last, glob) for glob in globs)
-
-
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that have an adapter, by name."""
     return {name: m for name, m in module_tree.named_modules(model) if is_adapted(m)}
@@ -147,12 +189,40 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "lora_scale")
 
 
+def adapted_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterAdapter]]:
+    """Name, module, key and adapter of every parameter that has an adapter of its own."""
+    for name, module in module_tree.named_modules(model):
+        for key, adapter in parameters.adapters_of(module).items():
+            yield f"{name}.{key}" if name else key, module, key, adapter
+
+
+def parts(model: nn.Module) -> Iterator[AdapterPart]:
+    """Every parameter of the model's adapters."""
+    for name, layer in adapted(model).items():
+        for role in (A, B, *((MAGNITUDE,) if hasattr(layer, MAGNITUDE) else ())):
+            own = f"{name}.{role}.weight"
+            stored = own.removesuffix(".weight") if role == MAGNITUDE else own
+            yield AdapterPart(name=own, stored=PREFIX + stored, role=role, owner=layer)
+    for name, module, key, adapter in adapted_parameters(model):
+        beside = [*parameters.adapters_of(module)]
+        owner = name.rpartition(".")[0]
+        wrapped = "base_layer." * (len(beside) - 1 - beside.index(key))  # the first is innermost
+        for role in (A, B):
+            inside, outside = f"{PARAMETER_ADAPTER}{key}.{role}.weight", f"{wrapped}{role}.weight"
+            names = (f"{owner}.{n}" if owner else n for n in (inside, outside))
+            yield AdapterPart(
+                name=next(names), stored=PREFIX + next(names), role=role, owner=adapter
+            )
+
+
 def own_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every named module that the model has without its adapters."""
     layers = adapted(model)
     for name, module in module_tree.named_modules(model):
         layer, _, own = name.rpartition(".")
-        if layer not in layers or own not in (A, B, DROPOUT):
+        if layer in layers and own in (A, B, DROPOUT, MAGNITUDE):
+            continue
+        if not any(part.startswith(PARAMETER_ADAPTER) for part in name.split(".")):
             yield name, module
 
 
@@ -169,70 +239,154 @@ def divide(divisions: Divisions, model: nn.Module) -> Divisions:
             dim = 1 - dim
         dims[f"{name}.{A}.weight"] = 1 if dim == 1 else None
         dims[f"{name}.{B}.weight"] = 0 if dim == 0 else None
-    return replace(divisions, dims={**dims, **divisions.dims})
+        dims[f"{name}.{MAGNITUDE}.weight"] = 0 if dim == 0 else None
+    against = divisions.against
+    if held := next((name for name, *_ in adapted_parameters(model)), ""):
+        against = (
+            against or f"{held} has an adapter (adapter.parameters), which ranks cannot divide"
+        )
+    return replace(divisions, dims={**dims, **divisions.dims}, against=against)
 
 
 def partial_parameters(model: nn.Module, splits: Container[str]) -> Iterator[str]:
-    """Names of the matrices that all ranks hold beside a divided one.
+    """Names of the parameters of adapters that all ranks hold beside a divided one.
 
     A rank's backward leaves that part of their gradient which goes through its part of the other.
     """
-    for name in adapted(model):
+    for name, layer in adapted(model).items():
         a, b = f"{name}.{A}.weight", f"{name}.{B}.weight"
         if b in splits:
             yield a
         if a in splits:
             yield b
+            if hasattr(layer, MAGNITUDE):
+                yield f"{name}.{MAGNITUDE}.weight"
 
 
-def _unmatched(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Problem]:
+def _unmatched(
+    model: nn.Module, plan: AdapterPlan, layers: dict[str, nn.Module]
+) -> Iterator[Problem]:
+    """Problems of names that mean nothing in this model."""
+    if plan.path is not None:
+        return  # which layers have adapters follows from the files, whose names are compared
     lasts = {name.rpartition(".")[2] for name in layers}
+    linears = {ALL_LINEAR} if layers else set()
     for glob in plan.targets:
-        if not any(is_target(name, (glob,)) for name in layers):
+        if glob not in linears and not any(plan.matches(glob, name) for name in layers):
             fix = suggest(glob.strip("*."), lasts) or "the model has none"
-            yield Problem(
-                key="adapter.targets", value=glob, expected="a glob on linear layers", fix=fix
-            )
+            yield _wrong("targets", glob, "a glob on linear layers", fix)
+    for glob in plan.exclude:
+        if not any(plan.matches(glob, name) for name in layers):
+            fix = suggest(glob.strip("*."), lasts) or "remove it"
+            yield _wrong("exclude", glob, "a glob on linear layers", fix)
+    held = [name for name, _ in _adaptable(model, layers)]
+    for glob in plan.parameters:
+        if not any(plan.matches_parameter(glob, name) for name in held):
+            linear = any(plan.matches_parameter(glob, f"{name}.weight") for name in layers)
+            fix = suggest(glob.strip("*."), {name.rpartition(".")[2] for name in held})
+            fix = "name linear layers in adapter.targets" if linear else fix
+            expected = "a glob on matrices, or stacks of them, outside of linear layers"
+            yield _wrong("parameters", glob, expected, fix or "the model has none")
 
 
-def _misshapen(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Problem]:
-    """Problems of matrices in `plan.path` that are not of the shapes of the model's layers."""
-    if plan.path is None:
+def _ambiguous(plan: AdapterPlan, names: list[str]) -> Iterator[Problem]:
+    """Problems of ranks and alphas: globs without an adapter, or two numbers for one."""
+    if plan.path is not None:
         return
-    stored = StoredTensors([Path(plan.path) / WEIGHTS])
-    for name in (name for name in plan.targets if name in layers):
-        inputs, outputs = features(layers[name]) or (0, 0)
-        shapes = {A: (plan.rank, inputs), B: (outputs, plan.rank)}
-        for part, shape in shapes.items():
-            key = f"{PREFIX}{name}.{part}.weight"
-            found = stored.shape(key) if key in stored else None
-            if found != shape:
-                expected, fix = f"{key} to be {shape}, not {found}", "give an adapter of this model"
-                yield Problem(key="adapter.path", value=plan.path, expected=expected, fix=fix)
+    for key, numbers in (("ranks", plan.ranks), ("alphas", plan.alphas)):
+        for glob in numbers:
+            if not any(plan.matches(glob, name) for name in names):
+                fix = suggest(glob.strip("*."), {n.rpartition(".")[2] for n in names})
+                expected = "a glob on what has an adapter"
+                yield _wrong(f"{key}.{glob}", numbers[glob], expected, fix or "remove it")
+        for name in names:
+            found = [glob for glob in numbers if plan.matches(glob, name)]
+            if len({numbers[glob] for glob in found}) > 1:
+                expected = f"one number for {name}, which {' and '.join(found)} match"
+                yield _wrong(key, None, expected, "let one glob match each layer")
+                break
 
 
-def _attach(layer: Any, plan: AdapterPlan) -> None:
+def _misshapen(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
+    """Problems of tensors in `plan.path` that are not those of the adapters of this model."""
+    stored = StoredTensors([Path(str(plan.path)) / WEIGHTS])
+    known: set[str] = set()
+    for part in parts(model):
+        known.add(part.stored)
+        shape = tuple(part.parameter.shape)
+        found = stored.shape(part.stored) if part.stored in stored else None
+        if found != shape:
+            yield _of_another_model(plan, f"{part.stored} to be {shape}, not {found}")
+    modules = tuple(f"{PREFIX}{name}." for name in plan.modules)
+    for key in sorted({*stored} - known):
+        if not key.startswith(modules):
+            yield _of_another_model(plan, f"adapters of this model ({key} has no place in it)")
+
+
+def _of_another_model(plan: AdapterPlan, expected: str) -> Problem:
+    return _wrong("path", plan.path, expected, "give an adapter of this model")
+
+
+def _unlike(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
+    """Problems of whole modules in `plan.path`, which take the place of the model's own."""
+    stored = StoredTensors([Path(str(plan.path)) / WEIGHTS])
+    known = {name for name, _ in own_modules(model)}
+    adapters = [part.name for part in parts(model)]
+    for name in plan.modules:
+        if name not in known:
+            yield _of_another_model(plan, f"modules of this model (it has no {name})")
+        elif any(part.startswith(f"{name}.") for part in adapters):
+            yield _of_another_model(plan, f"no adapters inside of {name}, which is whole in it")
+    whole = dict(_states(model, plan))
+    for name, own in whole.items():
+        found = stored.shape(PREFIX + name) if PREFIX + name in stored else None
+        if found != tuple(own.shape):
+            key, shape = PREFIX + name, tuple(own.shape)
+            yield _of_another_model(plan, f"{key} to be {shape}, not {found}")
+    for name, own in module_tree.named_parameters(model, remove_duplicate=False):
+        for other in (n for n, p in whole.items() if p is own and n != name):
+            if PREFIX + other in stored and not _are_equal(stored, PREFIX + name, PREFIX + other):
+                expected = f"the same values for {other} and {name}, which are one parameter here"
+                fix = "merge it into the model with PEFT, and name that directory in model.hf"
+                yield _wrong("path", plan.path, expected, fix)
+
+
+def _are_equal(stored: StoredTensors, one: str, other: str) -> bool:
+    return one in stored and torch.equal(stored.rows(one), stored.rows(other))
+
+
+def _states(model: nn.Module, plan: AdapterPlan) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of the modules that are whole in `plan.path`."""
+    known = {name for name, _ in module_tree.named_modules(model)}
+    for module in plan.modules:
+        if module in known:
+            for own, tensor in model.get_submodule(module).state_dict(keep_vars=True).items():
+                yield f"{module}.{own}", tensor
+
+
+def _attach(layer: Any, name: str, plan: AdapterPlan) -> None:
     weight: Tensor = layer.weight
     inputs, outputs = features(layer) or (0, 0)
-    like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype, "bias": False}
+    rank, kind = plan.rank_of(name), KINDS[plan.name]
+    like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     with torch.random.fork_rng(devices=()):  # later draws are as without adapters
-        layer.lora_A = nn.Linear(inputs, plan.rank, **like)
-        layer.lora_B = nn.Linear(plan.rank, outputs, **like)
+        layer.lora_A = nn.Linear(inputs, rank, bias=False, **like)
+        layer.lora_B = nn.Linear(rank, outputs, bias=False, **like)
     layer.lora_dropout = InputDropout(plan.dropout, inputs)
-    layer.lora_scale = plan.alpha / plan.rank
+    layer.lora_scale = plan.scale_of(name)
+    layer.lora_kind = kind
+    kind.attach_(layer, outputs, like)
     layer.lora_hook = layer.register_forward_hook(_add_after)
 
 
 def _add_after(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return add_product(layer, inputs[0], output)
+    return add_product(layer, inputs[0], output, bias=layer.bias)
 
 
-def add_product(layer: Any, x: Tensor, output: Tensor) -> Tensor:
-    """Add the product of the layer's adapter and its input `x` to its output.
-
-    The scale multiplies the few features between the matrices: the output is read and written less.
-    """
-    return output + layer.lora_B(layer.lora_A(layer.lora_dropout(x)) * layer.lora_scale)
+def add_product(layer: Any, x: Tensor, output: Tensor, *, bias: Tensor | None) -> Tensor:
+    """The layer's output with its adapter, for its input `x`; `output` includes `bias`."""
+    changed: Tensor = layer.lora_kind.add(layer, x, output, bias)
+    return changed
 
 
 def leave_to_forward_(layer: Any) -> None:
@@ -246,25 +400,33 @@ def fill_(
     *,
     seed: int,
     shards: Shards,
+    given: Set[str] = frozenset(),
 ) -> None:
     """Give the adapters their initial values: those in `plan.path`, or functions of seed and name.
 
-    `shards` stores this rank's part of each whole value. B is zero in new adapters, so they do not
-    change the model's output at first.
+    `shards` stores this rank's part of each whole value; what is in `given` gets its value later.
+    New adapters do not change the model's output at first: B is zero, magnitudes are those of W.
     """
     stored = StoredTensors([Path(plan.path) / WEIGHTS]) if plan.path else None
     with torch.no_grad():
-        for name, layer in adapted(model).items():
-            for part in (A, B):
-                full = f"{name}.{part}.weight"
-                parameter = cast(Any, layer).get_submodule(part).weight
-                shape = shards.shape(parameter)
-                whole = torch.zeros(shape, dtype=parameter.dtype)
-                if stored is not None:
-                    whole = stored.rows(PREFIX + full)
-                elif part == A:
-                    _draw_(whole, full, seed=seed)
-                shards.write(parameter, whole)
+        for part in parts(model):
+            if part.name in given:
+                continue
+            if stored is not None:
+                whole = stored.rows(part.stored)
+            elif part.role == MAGNITUDE:
+                whole = _norms(part, shards)
+            else:
+                shape = shards.shape(part.parameter)
+                whole = torch.zeros(shape, dtype=part.parameter.dtype)
+                if part.role == A:
+                    _draw_(whole, part.name, seed=seed)
+            shards.write(part.parameter, whole)
+        for name, own in _states(model, plan):
+            if stored is not None and name not in given:
+                is_parameter = isinstance(own, nn.Parameter)
+                whole = stored.rows(PREFIX + name)
+                shards.write(own, whole) if is_parameter else own.copy_(whole)
 
 
 def _draw_(whole: Tensor, name: str, *, seed: int) -> None:
@@ -273,36 +435,109 @@ def _draw_(whole: Tensor, name: str, *, seed: int) -> None:
     nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
 
 
+def _norms(part: AdapterPart, shards: Shards) -> Tensor:
+    """The norms of the rows of the weight of the part's layer. All ranks must call."""
+    norms = row_norms(whole_weight(part.owner, shards.read))
+    shards.release(part.owner.weight)
+    if not norms.all():
+        layer = part.name.partition(f".{MAGNITUDE}")[0]
+        expected = f"weights without rows of zeros, whose norm divides ({layer} has one)"
+        raise ConfigError([_wrong("name", "dora", expected, f"set adapter.exclude=[{layer}]")])
+    return norms.to(part.parameter.dtype)
+
+
+def merges(model: nn.Module) -> Iterator[Merge]:
+    """How each adapter of the model is merged with what it adapts."""
+    names: dict[str, list[str]] = {}
+    for part in parts(model):
+        names.setdefault(part.name.rpartition(f".{part.role}.")[0], []).append(part.name)
+    for name, layer in adapted(model).items():
+        own: Any = layer
+        yield Merge(
+            weight=f"{name}.weight",
+            parameter=own.weight,
+            parts=tuple(names[name]),
+            merged=partial(merged, scale=own.lora_scale, transposed=is_transposed(layer)),
+            detach_=own.lora_hook.remove,
+        )
+    for name, module, key, adapter in adapted_parameters(model):
+        owner = name.removesuffix(key) + PARAMETER_ADAPTER + key
+        yield Merge(
+            weight=name,
+            parameter=cast(nn.Parameter, module._parameters[key]),
+            parts=tuple(names[owner]),
+            merged=partial(_merged_parameter, adapter=adapter),
+            detach_=partial(parameters.detach_, module),
+        )
+
+
+def merged(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    magnitude: Tensor | None = None,
+    *,
+    scale: float,
+    transposed: bool,
+) -> Tensor:
+    """The layer's weight with its adapter, computed in float32, in the weight's dtype.
+
+    `weight` is [outputs, inputs], or its transpose; `magnitude` the norms of the rows of the sum.
+    """
+    found = (weight.T if transposed else weight).float() + (b.float() @ a.float()) * scale
+    if magnitude is not None:
+        found = scaled_rows(found, magnitude)
+    return (found.T if transposed else found).to(weight.dtype)
+
+
+def _merged_parameter(weight: Tensor, a: Tensor, b: Tensor, *, adapter: ParameterAdapter) -> Tensor:
+    found = parameters.with_product(
+        *(weight.float(), a.float(), b.float()),
+        scale=adapter.scale,
+        rank=adapter.rank,
+        inputs_first=adapter.inputs_first,
+    )
+    return found.to(weight.dtype)
+
+
 def peft_settings(
     model: nn.Module, plan: AdapterPlan, *, base: str | None, task: str | None = "CAUSAL_LM"
 ) -> dict[str, Any]:
     """The adapter_config.json of this model's adapters, as PEFT reads it."""
     layers = adapted(model)
+    held = [name for name, *_ in adapted_parameters(model)]
+    names = sorted([*layers, *held])
     return {
         "peft_type": "LORA",
         "task_type": task,
         "base_model_name_or_path": base,
         "r": plan.rank,
         "lora_alpha": plan.alpha,
+        "rank_pattern": _patterns(names, plan.rank_of, plan.rank),
+        "alpha_pattern": _patterns(names, plan.alpha_of, plan.alpha),
         "lora_dropout": plan.dropout,
         "target_modules": sorted(layers),
+        "target_parameters": held or None,
         "fan_in_fan_out": any(is_transposed(layer) for layer in layers.values()),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
-        "use_rslora": False,
-        "use_dora": False,
+        "use_rslora": plan.rslora,
+        "use_dora": plan.name == "dora",
     }
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, transposed: bool) -> Tensor:
-    """The layer's weight plus the adapter's product, added in float32, in the weight's dtype.
-
-    `weight` is [outputs, inputs], or its transpose.
-    """
-    product = (b.float() @ a.float()) * scale
-    return (weight.float() + (product.T if transposed else product)).to(weight.dtype)
+def _patterns(
+    names: list[str], number_of: Callable[[str], float], usual: float
+) -> dict[str, float]:
+    """Regular expression on a whole name → its number, where that is not the usual one."""
+    numbers = {name: number_of(name) for name in names}
+    return {f"^{re.escape(name)}": n for name, n in numbers.items() if n != usual}
 
 
 def to_json(settings: dict[str, Any]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def _wrong(key: str, value: Any, expected: str, fix: str) -> Problem:
+    return Problem(key=f"adapter.{key}", value=value, expected=expected, fix=fix)

@@ -238,11 +238,10 @@ def fill_(
     if plan.hf is not None:
         huggingface.fill_(model, plan, seed=seed, shards=shards, given=given)
     elif not _is_given(model, given):
-        layers = adapters.adapted(model)
-        later = {f"{name}.{part}.weight" for name in layers for part in (adapters.A, adapters.B)}
+        later = {part.name for part in adapters.parts(model)}
         initialise_(model, seed=seed, shards=shards, later=later)
     if plan.adapter is not None:
-        adapters.fill_(model, plan.adapter, seed=seed, shards=shards)
+        adapters.fill_(model, plan.adapter, seed=seed, shards=shards, given=given)
 
 
 def _is_given(model: nn.Module, given: Set[str]) -> bool:

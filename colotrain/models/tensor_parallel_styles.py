@@ -315,7 +315,9 @@ def _colwise(module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor) 
 def _product(module: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The module's output without the other ranks, and that of its adapter."""
     found = F.linear(x, module.weight, bias)
-    return adapters.add_product(module, x, found) if adapters.is_adapted(module) else found
+    if not adapters.is_adapted(module):
+        return found
+    return adapters.add_product(module, x, found, bias=bias)
 
 
 def _colwise_gather_output(

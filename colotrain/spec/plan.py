@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -83,18 +85,71 @@ class PluginPlan:
         return self.mesh[0] if self.is_hybrid else 1
 
 
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer but the output head."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlan:
-    """Small trainable matrices beside the frozen weights of linear layers."""
+    """Small trainable matrices beside the frozen weights of linear layers.
 
-    name: Literal["lora"] = "lora"
+    Without `path`, names of layers are globs on the whole name or the last part of it. With it,
+    `targets` are whole names, and the other names are what PEFT writes.
+    """
+
+    name: Literal["lora", "dora"] = "lora"
     rank: int
     alpha: float
-    """The adapter's product is multiplied by alpha / rank."""
+    """The adapter's product is multiplied by alpha / rank, or alpha / √rank."""
+    rslora: bool = False
+    """Whether the root of the rank divides (Kalajdzievski 2023)."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Name → the rank where it is another one."""
+    alphas: dict[str, float] = field(default_factory=dict)
+    """Name → alpha where it is another one."""
     targets: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    """Names of parameters that have an adapter of their own, or the ends of their names."""
     dropout: float = 0.0
     path: str | None = None
     """Directory in PEFT's format with the adapters' initial values."""
+    modules: tuple[str, ...] = ()
+    """Modules that train whole, from the values in `path`."""
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Whether a key of `ranks` or `alphas`, or a glob on layers, is of the layer `name`."""
+        if self.path is not None:  # PEFT's rule
+            return re.match(rf"(.*\.)?({pattern})$", name) is not None
+        return any(fnmatchcase(n, pattern) for n in (name, name.rpartition(".")[2]))
+
+    def matches_parameter(self, pattern: str, name: str) -> bool:
+        if self.path is not None:
+            return f".{name}".endswith(f".{pattern}")
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+    def targets_layer(self, name: str) -> bool:
+        if self.path is not None:
+            return name in self.targets
+        return any(self.matches(glob, name) for glob in self.targets)
+
+    def excludes(self, name: str) -> bool:
+        return any(self.matches(glob, name) for glob in self.exclude)
+
+    def adapts(self, name: str) -> bool:
+        """Whether the parameter `name` has an adapter of its own."""
+        return any(self.matches_parameter(pattern, name) for pattern in self.parameters)
+
+    def rank_of(self, name: str) -> int:
+        return next((n for key, n in self.ranks.items() if self.matches(key, name)), self.rank)
+
+    def alpha_of(self, name: str) -> float:
+        return next((a for key, a in self.alphas.items() if self.matches(key, name)), self.alpha)
+
+    def scale_of(self, name: str) -> float:
+        """Factor of the product of the matrices of the adapter of `name`."""
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank)
 
 
 OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})

@@ -18,6 +18,7 @@ from colotrain.engine.state import checkpoint
 from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
 from colotrain.engine.state.pieces import persistent_buffers
 from colotrain.engine.state.run_state import Run
+from colotrain.engine.step.adapter_gradients import AdapterGradients
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.evaluation import Evaluator
 from colotrain.engine.step.global_rows import GlobalPass
@@ -231,6 +232,7 @@ ORDER: tuple[Callable[[Run, StepClock], Participant], ...] = (
     StopRequests,
     SameBlocks,
     FirstStepNotes,
+    AdapterGradients,
     # What the losses of a step need to know of one another.
     GlobalPass,
     # Placement measures the memory of the step's own passes, before noise makes a second one.

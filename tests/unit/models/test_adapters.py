@@ -173,20 +173,24 @@ def test_an_adapter_of_another_model_is_refused_when_the_model_is_built(tmp_path
 def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
     found, _ = read(peft_folder(tmp_path, use_rslora=True))
     assert found is not None
-    assert found.alpha / found.rank == pytest.approx(12 / math.sqrt(3))
+    assert found.scale_of("blocks.0.mlp.up") == pytest.approx(12 / math.sqrt(3))
 
 
 @pytest.mark.parametrize(
     ("changes", "written", "line"),
     [
         ({"peft_type": "IA3"}, {}, "peft_type to be LORA in its adapter_config.json, not IA3"),
-        ({"use_dora": True}, {}, "use_dora to be nothing in its adapter_config.json, not True"),
-        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save to be nothing"),
+        ({"use_dora": True}, {}, "it lacks base_model.model.blocks.0.mlp.up.lora_magnitude_vector"),
+        ({"modules_to_save": "lm_head"}, {}, "modules_to_save is no list of names"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights to be True or False or gaussian"),
         ({"init_lora_weights": "olora"}, {}, "in its adapter_config.json, not olora"),
         ({"alora_invocation_tokens": [3, 4]}, {}, "alora_invocation_tokens to be nothing"),
-        ({"rank_pattern": {"up": 2}}, {}, "rank_pattern to be nothing"),
-        ({"target_parameters": ["experts.up"]}, {}, "target_parameters to be nothing"),
+        ({"rank_pattern": {"up": 2}}, {}, "matrices of its rank 2 (base_model.model.blocks.0.mlp."),
+        ({"rank_pattern": {"(": 2}}, {}, "rank_pattern: (: "),
+        ({"alpha_pattern": {"up": 0}}, {}, "alpha_pattern has 0"),
+        ({"lora_dropout": 0.5, "target_parameters": ["up"]}, {}, "0 with adapters on parameters"),
+        ({}, {"rslora": True}, "adapter.rslora=true: expected False, as in adapter.path"),
+        ({}, {"ranks": {"*": 2}}, "nothing beside adapter.path"),
         ({"of_a_later_version": 0.5}, {}, "of_a_later_version to be nothing"),
         ({"r": 4}, {}, "matrices of its rank 4 (base_model.model.blocks.0.mlp.up.lora_A.weight"),
         ({}, {"rank": 8}, "adapter.rank=8: expected 3, as in adapter.path"),

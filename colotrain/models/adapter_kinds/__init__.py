@@ -1,0 +1,1 @@
+"""The kinds of adapters: a module and a row of `models.adapters.KINDS` each."""

@@ -1,0 +1,103 @@
+"""Adapters on single parameters, such as those that hold all experts of a layer.
+
+A parameter is [experts, inputs, outputs] or [experts, outputs, inputs], or a matrix of one expert.
+While its module computes, the sum of the parameter and the adapter's product stands in its place.
+Shapes, names in files and formulas are those of PEFT's `target_parameters`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARAMETER_ADAPTER = "lora_of_"
+"""Prefix of the adapter's name beside the parameter, whose own name follows."""
+
+
+class ParameterAdapter(nn.Module):
+    """The matrices of all experts: `rank` rows of A and columns of B are one expert's."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        rank: int,
+        scale: float,
+        inputs_first: bool,
+        like: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.num_experts = shape[0] if len(shape) == 3 else 1
+        self.rank, self.scale, self.inputs_first = rank, scale, inputs_first
+        inputs, outputs = shape[-2:] if inputs_first else shape[:-3:-1]
+        self.lora_A = nn.Linear(inputs, rank * self.num_experts, bias=False, **like)
+        self.lora_B = nn.Linear(rank * self.num_experts, outputs, bias=False, **like)
+
+    def added(self, parameter: Tensor) -> Tensor:
+        """The sum of the parameter and the product of the adapter's matrices."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        return with_product(
+            parameter, a, b, scale=self.scale, rank=self.rank, inputs_first=self.inputs_first
+        )
+
+
+def with_product(
+    parameter: Tensor, a: Tensor, b: Tensor, *, scale: float, rank: int, inputs_first: bool
+) -> Tensor:
+    """`parameter` plus the scaled product of A and B of each expert, in the parameter's dtype.
+
+    A has the rows of the first expert first; B's columns go through the experts for each rank.
+    """
+    a = a.unflatten(0, (-1, rank))  # [experts, rank, inputs]
+    b = b.unflatten(1, (rank, -1)).permute(2, 0, 1)  # [experts, outputs, rank]
+    left, right = (a.mT, b.mT) if inputs_first else (b, a)
+    whole = parameter if parameter.ndim == 3 else parameter.unsqueeze(0)
+    found = torch.baddbmm(whole, left.to(whole.dtype), right.to(whole.dtype), alpha=scale)
+    return found if parameter.ndim == 3 else found.squeeze(0)
+
+
+def attach_(module: nn.Module, name: str, *, rank: int, scale: float) -> None:
+    """Put an adapter on the parameter `name` of `module`."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    inputs_first = parameter.ndim == 3 and bool(getattr(module, "is_transposed", False))
+    like: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    with torch.random.fork_rng(devices=()):  # later draws are as without adapters
+        adapter = ParameterAdapter(
+            tuple(parameter.shape), rank=rank, scale=scale, inputs_first=inputs_first, like=like
+        )
+    if not adapters_of(module):
+        hooks: Any = module
+        hooks.lora_hooks = (
+            module.register_forward_pre_hook(_put_sums),
+            module.register_forward_hook(_put_parameters, always_call=True),
+        )
+    module.add_module(PARAMETER_ADAPTER + name, adapter)
+
+
+def adapters_of(module: nn.Module) -> dict[str, ParameterAdapter]:
+    """The adapters on a module's parameters by the parameters' names, in the parameters' order."""
+    beside = {n: module._modules.get(PARAMETER_ADAPTER + n) for n in module._parameters}
+    return {n: found for n, found in beside.items() if isinstance(found, ParameterAdapter)}
+
+
+def detach_(module: Any) -> None:
+    """Let the module compute without its adapters."""
+    for hook in module.lora_hooks:
+        hook.remove()
+
+
+def _put_sums(module: nn.Module, inputs: Any) -> None:
+    for name, adapter in adapters_of(module).items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        adapter.__dict__["kept"] = parameter  # no parameter of the adapter's own
+        module._parameters[name] = adapter.added(parameter)  # type: ignore[assignment]
+
+
+def _put_parameters(module: nn.Module, inputs: Any, output: Any) -> None:
+    for name, adapter in adapters_of(module).items():
+        if (kept := adapter.__dict__.pop("kept", None)) is not None:
+            module._parameters[name] = kept
