@@ -141,7 +141,7 @@ def read_peft(folder: Path) -> AdapterPlan:
     if refused:
         raise ConfigError([_refused(folder, name, settings[name]) for name in refused])
     shapes = _tensor_shapes(weights)
-    modules = _modules(settings.get("modules_to_save") or (), shapes)
+    modules = _whole_modules(settings.get("modules_to_save") or (), shapes)
     beside = tuple(f"{PREFIX}{name}." for name in modules)
     found = {name: PART.match(name) for name in shapes if not name.startswith(beside)}
     plan = AdapterPlan(
@@ -179,7 +179,7 @@ def _odd(plan: AdapterPlan, names: set[str]) -> str:
     return min(names ^ {f"{owner}.{role}" for owner in owners for role in roles}, default="")
 
 
-def _modules(named: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+def _whole_modules(named: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Modules that are whole in a file, from the ends of their names in `modules_to_save`."""
     found: dict[str, None] = {}
     for name in names:
