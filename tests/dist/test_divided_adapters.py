@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,11 +57,15 @@ def compare_parts_with_whole(rank: int) -> None:
         sizes = {"vocab_size": 52, "d_model": 32, "num_layers": 2, "num_heads": 4}
         model = LLM(**sizes, num_kv_heads=2, d_hidden=24)
         batch = {"input_ids": ids, "labels": labels}
-        compare(model, ("*attention*", "*mlp*"), {}, rank, by_tokens, batch)
+        for name in ("lora", "dora"):
+            compare(
+                copy.deepcopy(model), ("*attention*", "*mlp*"), {}, rank, by_tokens, batch, name
+            )
     rows = own_heads.samples(3)
     batch = {key: torch.stack([row[key] for row in rows]) for key in ("x", "labels")}
     batch["x"] = batch["x"].double()
-    compare(own_heads.make(), ("blocks*", "head"), STYLES, rank, False, batch)
+    for name in ("lora", "dora"):
+        compare(own_heads.make(), ("blocks*", "head"), STYLES, rank, False, batch, name)
 
 
 def compare(
@@ -69,9 +75,10 @@ def compare(
     rank: int,
     by_tokens: bool,
     batch: dict[str, Tensor],
+    name: Any,
 ) -> None:
     """Compare with the whole model: the loss with dropped inputs, and all adapters' gradients."""
-    adapters.attach_(model, AdapterPlan(rank=3, alpha=6.0, targets=targets, dropout=0.3))
+    adapters.attach_(model, AdapterPlan(name=name, rank=3, alpha=6.0, targets=targets, dropout=0.3))
     model.double()
     torch.manual_seed(8)
     for parameter in model.parameters():
@@ -90,8 +97,11 @@ def compare(
     partial = partial_parameters(model, divisions, shard, splits)
     divided = [name for name, _ in adapters.adapted(model).items() if f"{name}.weight" in splits]
     of_adapters = {name for name in splits if ".lora_" in name}
-    assert len(of_adapters) == len(divided) >= 8  # one of the two matrices each
-    assert len({name for name in partial if ".lora_" in name}) == len(divided)
+    magnitudes = {key for key in of_adapters if "magnitude" in key}
+    partly = {key for key in partial if "magnitude" in key}
+    assert len(of_adapters - magnitudes) == len(divided) >= 8  # one of the two matrices each
+    assert len({key for key in partial if ".lora_" in key} - partly) == len(divided)
+    assert len(magnitudes | partly) == (len(divided) if name == "dora" else 0)
     torch.manual_seed(9)
     found = loss_of(model, batch)
     found.backward()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain import module_tree
+
 PARAMETER_ADAPTER = "lora_of_"
 """Prefix of the adapter's name beside the parameter, whose own name follows."""
 
@@ -79,7 +81,8 @@ def attach_(module: nn.Module, name: str, *, rank: int, scale: float) -> None:
 
 def adapters_of(module: nn.Module) -> dict[str, ParameterAdapter]:
     """The adapters on a module's parameters by the parameters' names, in the parameters' order."""
-    beside = {n: module._modules.get(PARAMETER_ADAPTER + n) for n in module._parameters}
+    children = dict(module_tree.named_children(module))
+    beside = {n: children.get(PARAMETER_ADAPTER + n) for n in module._parameters}
     return {n: found for n, found in beside.items() if isinstance(found, ParameterAdapter)}
 
 
