@@ -282,7 +282,9 @@ RULES = unless_null(
         "lora_target_parameters": where(
             _has_adapter,
             "no adapter is asked for",
-            refused("adapters are for linear layers: experts in one parameter have none"),
+            taken(
+                "adapter.parameters", lambda value: value if isinstance(value, list) else [value]
+            ),
         ),
         "lora_model_dir": tuning.adapter_folder,
         **tuning.lora(_has_adapter, LORA_KEYS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -54,8 +53,8 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
     "get_cosine_schedule_with_warmup": "cosine",
 }
-LINEAR_LAYERS = ["*.[0-9]*.*"]
-"""Adapter's targets: all linear layers of the numbered blocks, and so not the head."""
+LINEAR_LAYERS = ["all-linear"]
+"""Adapter's targets: all linear layers but the head."""
 PROJECTIONS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """torchtune's names of layers → those of transformers."""
 BUILDERS = ("json", "csv", "text", "parquet", "arrow")
@@ -327,33 +326,24 @@ def lora(has: Has, names: Mapping[str, str]) -> dict[str, Rule]:
 
     `has` tells whether a file asks for an adapter at all: without one these keys have no effect.
     """
-    rank, stabilised = names["rank"], names.get("rank_stabilised", "")
-
-    def alpha(value: Any, flat: Flat) -> Answer:
-        """Scale alpha where the tool divides it by the root of the rank, and not by the rank."""
-        if not is_on(flat.get(stabilised)):
-            return taken("adapter.alpha", number)(value, flat)
-        root = math.sqrt(number(flat.get(rank) or 8))
-        note = "times the root of the rank, by which rank-stabilised adapters are larger"
-        return taken("adapter.alpha", lambda v: number(v) * root, note)(value, flat)
-
-    def stabilises(value: Any, flat: Flat) -> Answer:
-        if flat.get(names["alpha"]) is None:
-            return refused(f"write {names['alpha']} into the file as well")(value, flat)
-        return Answer(outcome="decided", note="adapter.alpha has it")
-
     meanings = {
         "rank": taken("adapter.rank", whole),
-        "alpha": alpha,
+        "alpha": taken("adapter.alpha", number),
         "dropout": taken("adapter.dropout", number),
         "targets": targets,
-        "rank_stabilised": stabilises,
-        "decomposed": refused("DoRA is not there: LoRA is"),
+        "rank_stabilised": taken("adapter.rslora", is_on),
+        "decomposed": _decomposed,
         "ratio_of_b": _rate_of_b,
         "whole_modules": _whole_modules,
     }
     absent = "no adapter is asked for"
     return {key: where(has, absent, meanings[meaning]) for meaning, key in names.items()}
+
+
+def _decomposed(value: Any, _: Flat) -> Answer:
+    if not is_on(value):
+        return Answer(outcome="decided", note="off")
+    return Answer(outcome="taken", settings={"adapter.name": "dora"})
 
 
 def targets(value: Any, _: Flat) -> Answer:

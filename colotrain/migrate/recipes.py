@@ -168,6 +168,8 @@ def settings(found: Sequence[Finding]) -> dict[str, Any]:
         for key, value in finding.settings.items():
             if key == "plugin.name" and key in merged:
                 value = min(value, merged[key], key=PLUGIN_ORDER.index)
+            if key == "adapter.name" and merged.get(key) == "dora":
+                value = "dora"  # a switch beside the key that asks for an adapter
             if key in LISTS:
                 value = [*merged.get(key, []), *value]
             merged[key] = value

@@ -100,7 +100,7 @@ def test_the_least_file_is_recognised_and_has_its_tool_s_defaults(kind: str) -> 
 LORA = {"adapter": "lora", "lora_r": 16, "lora_alpha": 8}
 TUNED = {"finetuning_type": "lora", "lora_rank": 16}
 TUNE = {"model": {"_component_": "torchtune.models.qwen2.lora_qwen2_0_5b", "lora_rank": 16}}
-ALL_LAYERS = ["*.[0-9]*.*"]
+ALL_LAYERS = ["all-linear"]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,16 @@ ALL_LAYERS = ["*.[0-9]*.*"]
             LORA | {"lora_r": None, "lora_alpha": None},
             {"adapter.rank": 8, "adapter.alpha": 8},
         ),
-        ("axolotl", LORA | {"peft_use_rslora": True}, {"adapter.alpha": 32.0}),
+        ("axolotl", LORA | {"peft_use_rslora": True}, {"adapter.rslora": True}),
+        ("axolotl", LORA | {"peft_use_dora": True}, {"adapter.name": "dora"}),
+        ("axolotl", {"peft_use_dora": True} | LORA, {"adapter.name": "dora"}),
+        (
+            "axolotl",
+            LORA | {"lora_target_parameters": ["mlp.experts.down_proj"]},
+            {"adapter.parameters": ["mlp.experts.down_proj"]},
+        ),
+        ("llamafactory", TUNED | {"use_rslora": True}, {"adapter.rslora": True}),
+        ("torchtune", merged(TUNE, {"model": {"use_dora": True}}), {"adapter.name": "dora"}),
         ("axolotl", LORA | {"lora_target_linear": True}, {"adapter.targets": ALL_LAYERS}),
         ("axolotl", LORA | {"lora_modules_to_save": ["lm_head"]}, {"freeze.except": ["*lm_head*"]}),
         (
@@ -426,8 +435,6 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"],
             }.items()
         ),
-        ("axolotl", LORA | {"peft_use_dora": True}, "peft_use_dora"),
-        ("llamafactory", TUNED | {"use_rslora": True}, "use_rslora"),
         ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype"),
         ("axolotl", {"datasets": [{"path": "a", "type": "x.transform"}]}, "datasets[0].type"),
         *(
@@ -460,7 +467,6 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
             {"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}},
             "model._component_",
         ),
-        ("torchtune", merged(TUNE, {"model": {"use_dora": True}}), "model.use_dora"),
         (
             "torchtune",
             {"quantizer": {"_component_": "torchtune.training.quantization.QATQuantizer"}},
