@@ -273,7 +273,7 @@ def _unmatched(
     linears = {ALL_LINEAR} if layers else set()
     for glob in plan.targets:
         if glob not in linears and not any(plan.matches(glob, name) for name in layers):
-            fix = suggest(glob.strip("*."), lasts) or "the model has none"
+            fix = suggest(glob.strip("*."), lasts | linears) or "the model has none"
             yield _wrong("targets", glob, "a glob on linear layers", fix)
     for glob in plan.exclude:
         if not any(plan.matches(glob, name) for name in layers):
