@@ -32,6 +32,7 @@ EXPERTS = (*EXPERTS, "adapter.parameters=[experts.gate_up_proj,experts.down_proj
 CASES: dict[str, tuple[str, ...]] = {"llama": DORA, "mixtral": EXPERTS}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", CASES)
 def test_a_run_is_resumed_exported_both_ways_and_read_again(
