@@ -29,12 +29,15 @@ def data_plan(
     related: RelatedPlan | None = None,
     masked: MaskedPlan | None = None,
     tokens: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    marks_padding: bool = False,
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
     `pairs`: whether the records are preference pairs. `rated`: whether they are answers with a
-    label. `related`: the texts of a sample. `masked`: which tokens are hidden. `tokens`
-    are added to the tokenizer.
+    label. `related`: the texts of a sample. `masked`: which tokens are hidden. `tokens` are added
+    to the tokenizer. `classes`: those of texts. `marks_padding`: whether samples say where their
+    padding is.
     """
     missing: list[Problem] = []
     paths = _absolute(data.path, "data.path", missing)
@@ -61,6 +64,8 @@ def data_plan(
         rated=rated,
         related=related,
         masked=masked,
+        classes=tuple(classes),
+        marks_padding=marks_padding,
     )
     num_sources = sum(map(bool, (data.corpus, paths, parts, data.target)))
     if not missing and num_sources == 1:

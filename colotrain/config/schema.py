@@ -9,7 +9,17 @@ from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
 from colotrain.records import after
 from colotrain.spec.elastic import Recovery
-from colotrain.spec.objectives import DPO, KTO, Distill, Embed, Masking
+from colotrain.spec.objectives import (
+    DPO,
+    KTO,
+    ORPO,
+    Classify,
+    Distill,
+    Embed,
+    Masking,
+    Reward,
+    SimPO,
+)
 from colotrain.spec.observing import Notify, TextSamples
 from colotrain.spec.plan import Freeze, Recompute, StopEarly
 from colotrain.spec.settings import (
@@ -171,14 +181,17 @@ class Train(CommonTrain):
     """Steps between evaluations, or epochs as in `0.5ep`; 0 or null: only before the first step and
     after the last one. The evaluation before the first step is left out if it is predicted to take
     five minutes."""
-    objective: Literal["dpo", "masked", "distill", "kto", "embed"] | None = field(
-        default=None, metadata=after("max_rollbacks")
-    )
+    objective: (
+        Literal["dpo", "masked", "distill", "kto", "embed", "orpo", "simpo", "reward", "classify"]
+        | None
+    ) = field(default=None, metadata=after("max_rollbacks"))
     """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
     masked: hidden tokens of text, for BERT and its like; distill: labels and a teacher's
     probabilities; kto: answers with a label, good or bad (`prompt`, `completion`, `label`), against
     the model as the run begins; embed: vectors of texts that belong together (`query`, `positive`);
-    null: the loss of the model, or `train.loss`."""
+    orpo, simpo: preference pairs without a reference; reward: a new head that scores the texts of
+    preference pairs; classify: a new head that tells the classes of texts (`text`, `label`); null:
+    the loss of the model, or `train.loss`."""
     dpo: DPO = field(default_factory=DPO, metadata=after("objective"))
     """Settings of `train.objective=dpo`."""
     masking: Masking = field(default_factory=Masking, metadata=after("dpo"))
@@ -189,7 +202,15 @@ class Train(CommonTrain):
     """Settings of `train.objective=kto`."""
     embed: Embed = field(default_factory=Embed, metadata=after("kto"))
     """Settings of `train.objective=embed`."""
-    loss: str | None = field(default=None, metadata=after("distill"))
+    orpo: ORPO = field(default_factory=ORPO, metadata=after("embed"))
+    """Settings of `train.objective=orpo`."""
+    simpo: SimPO = field(default_factory=SimPO, metadata=after("orpo"))
+    """Settings of `train.objective=simpo`."""
+    reward: Reward = field(default_factory=Reward, metadata=after("simpo"))
+    """Settings of `train.objective=reward`."""
+    classify: Classify = field(default_factory=Classify, metadata=after("reward"))
+    """Settings of `train.objective=classify`."""
+    loss: str | None = field(default=None, metadata=after("classify"))
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""
     stop_early: StopEarly = field(default_factory=StopEarly, metadata=after("metrics"))

@@ -58,7 +58,17 @@ from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.objectives import DPO, KTO, DistillPlan, EmbedPlan
+from colotrain.spec.objectives import (
+    DPO,
+    KTO,
+    ORPO,
+    ClassifyPlan,
+    DistillPlan,
+    EmbedPlan,
+    Head,
+    RewardPlan,
+    SimPO,
+)
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_seconds
 
@@ -243,11 +253,14 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     elif request["loss"]["kind"] == "none":
         evaluated = None
     rows = first_rows(plan, loader, NUM_SAMPLES)
-    is_causal = _is_causal(plan, kind)
+    is_causal, head = _is_causal(plan, kind), plan.model.head
     has_loss = request["loss"]["kind"] != "none"
     own = "loss" if kind == "own" and has_loss else "logits"
     request["outputs"] = "causal" if is_causal else own
-    samples = [_inputs(row, labels=has_loss and not is_causal) for row in rows]
+    samples = [
+        _inputs(row, labels=has_loss and not is_causal) if head is None else scored(row, head)
+        for row in rows
+    ]
     tensors = {f"sample/{i}/{n}": t for i, s in enumerate(samples) for n, t in s.items()}
     if evaluated is not None and loader is not None:
         for index, batch in enumerate(evaluation_batches(loader)):
@@ -312,6 +325,10 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
         kind = model.objective.section
         settings = to_plain(model.objective)
         return {"kind": kind, **settings, "reference": model.hf, "reference_adapter": path}
+    if isinstance(model.objective, ORPO | SimPO | RewardPlan):
+        return {"kind": model.objective.section, **to_plain(model.objective)}
+    if isinstance(model.objective, ClassifyPlan):
+        return {"kind": "classify"}
     if model.loss is not None and model.target == llama.TARGET and kind == "hf":
         notes.append("train.loss takes the outputs of model.target: only outputs are compared")
         return {"kind": "none"}
@@ -337,6 +354,12 @@ def _inputs(row: dict[str, Tensor], *, labels: bool) -> dict[str, Tensor]:
         return row
     inputs = {n: row[n] for n in ("input_ids", "attention_mask", "document_ids") if n in row}
     return {n: t.flatten(0, 1) if t.ndim > 2 else t for n, t in inputs.items()}
+
+
+def scored(row: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
+    """What a classifier gets of a sample, whose texts end where its `padding_mask` is 0."""
+    ids, mask = (row[n].flatten(0, -2) for n in ("input_ids", "padding_mask"))
+    return {"input_ids": ids.where(mask.bool(), head.pad_id), "attention_mask": mask}
 
 
 def _texts(plan: RunPlan, samples: list[dict[str, Tensor]]) -> tuple[list[str], list[list[int]]]:

@@ -419,7 +419,76 @@ def reference_of(loss: dict[str, Any]) -> Any:
     return REFERENCES[0]
 
 
+def odds_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """ORPO: the likelihood of each chosen text, and the odds of a token of both answers."""
+    losses = []
+    for pair in pairs_in(batch):
+        chosen, rejected = (token_log_probs(model, *text) for text in pair)
+        odds = [log_probs.mean().expm1().neg().log() for _, log_probs in (chosen, rejected)]
+        gain = chosen[1].mean() - odds[0] - rejected[1].mean() + odds[1]
+        nll = chosen[0 if loss["nll_of_prompts"] else 1].mean().neg()
+        losses.append(nll + float(loss["beta"]) * F.softplus(-gain))
+    return ((torch.stack(losses).sum() if losses else torch.zeros(()), torch.tensor(len(losses))),)
+
+
+def lengths_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """SimPO: means over the tokens of each answer, a margin of gamma apart."""
+    losses, smoothing = [], float(loss["label_smoothing"])
+    for pair in pairs_in(batch):
+        chosen, rejected = (token_log_probs(model, *text)[1].mean() for text in pair)
+        margin = float(loss["beta"]) * (chosen - rejected) - float(loss["gamma"])
+        wrong = F.softplus(margin)
+        losses.append((1 - smoothing) * F.softplus(-margin) + smoothing * wrong)
+    return ((torch.stack(losses).sum() if losses else torch.zeros(()), torch.tensor(len(losses))),)
+
+
+def pairs_in(batch: Batch) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
+    """Ids and labels of both texts of each pair of which both have an answer."""
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        if (labels != IGNORE_INDEX).any(-1).all():
+            yield tuple(zip(ids, labels, strict=True))
+
+
+def token_log_probs(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens after a text's first, and of its answer's."""
+    places = (labels != IGNORE_INDEX).nonzero().flatten()
+    last = int(places.max())
+    text = torch.cat([ids[: last + 1], labels[last : last + 1]])
+    logits = causal_logits(model, {"input_ids": text[:-1].unsqueeze(0)})[0]
+    every = -F.cross_entropy(logits.double(), text[1:], reduction="none")
+    return every, every[places]
+
+
+def reward_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """-log sigmoid of the difference of the rewards of each pair, and their squared sum."""
+    rewards = classified(model, batch).view(-1, 2)
+    losses = F.softplus(rewards[:, 1] - rewards[:, 0])
+    losses = losses + float(loss["center_coefficient"]) * rewards.sum(1) ** 2
+    counted = (batch["labels"] != IGNORE_INDEX).any(-1).all(-1)
+    return ((losses[counted].sum(), counted.sum()),)
+
+
+def class_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
+    """Cross-entropy of the classes of texts."""
+    labels = batch["labels"]
+    total = F.cross_entropy(classified(model, batch), labels, reduction="sum")
+    return ((total, torch.tensor(len(labels))),)
+
+
+def classified(model: Any, batch: Batch) -> Tensor:
+    """Logits of texts that end where `padding_mask` is 0, padded as the configuration says."""
+    mask = batch["padding_mask"].flatten(0, -2)
+    pad = int(model.config.get_text_config().pad_token_id)
+    ids = batch["input_ids"].flatten(0, -2).where(mask.bool(), pad)
+    logits: Tensor = model(input_ids=ids, attention_mask=mask).logits
+    return logits.double()
+
+
 WAYS = {
+    "reward": reward_loss,
+    "classify": class_loss,
+    "orpo": odds_loss,
+    "simpo": lengths_loss,
     "causal": causal_loss,
     "own": own_loss,
     "function": function_loss,

@@ -26,6 +26,7 @@ from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Extended, Source, load
+from colotrain.models.huggingface_heads import change_head_, is_encoder, padded
 from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_, offline
 from colotrain.models.huggingface_loss import (
     balances_experts,
@@ -76,7 +77,10 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     args = dict(plan.args)
     dtype = _dtype(args.pop("dtype", "float32"))
     config = _config(folder, args)
-    architecture = _architecture_of(plan, config)
+    if (head := plan.head) is not None:
+        architecture = change_head_(_transformers(), config, head, folder)
+    else:
+        architecture = _architecture_of(plan, config)
     task = task_of(_transformers(), config, architecture)
     if not _gives_vectors(plan):
         _check_has_loss(folder, config, architecture)
@@ -95,6 +99,9 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
         model.forward = functools.partial(loss, model.forward)
     elif task is not None:
         model.forward = functools.partial(own_loss, model.forward, task)
+    if head is not None:
+        masks = is_encoder(_transformers(), config)
+        model.forward = functools.partial(padded, model.forward, head.pad_id, masks)
     return model
 
 

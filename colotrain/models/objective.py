@@ -12,9 +12,28 @@ from torch import Tensor, nn
 
 from colotrain.dotted import import_target
 from colotrain.models.facts import facts_of
-from colotrain.models.objectives import distill, dpo, embed, kto
+from colotrain.models.objectives import (
+    classify,
+    distill,
+    dpo,
+    embed,
+    kto,
+    orpo,
+    reward,
+    simpo,
+)
 from colotrain.models.objectives.base import Kept, Objective
-from colotrain.spec.objectives import DPO, KTO, DistillPlan, EmbedPlan, ObjectivePlan
+from colotrain.spec.objectives import (
+    DPO,
+    KTO,
+    ORPO,
+    ClassifyPlan,
+    DistillPlan,
+    EmbedPlan,
+    ObjectivePlan,
+    RewardPlan,
+    SimPO,
+)
 from colotrain.spec.plan import ModelPlan
 
 
@@ -22,6 +41,14 @@ def _of(settings: ObjectivePlan) -> Objective:
     match settings:
         case DPO():
             return dpo.objective(settings)
+        case ORPO():
+            return orpo.objective(settings)
+        case SimPO():
+            return simpo.objective(settings)
+        case RewardPlan():
+            return reward.objective(settings)
+        case ClassifyPlan():
+            return classify.objective()
         case DistillPlan():
             return distill.objective(settings)
         case KTO():

@@ -11,14 +11,20 @@ from colotrain.data.prepare.conversations import RELATED_TEXTS
 from colotrain.errors import Problem
 from colotrain.planner.distillation import check_distillation, distill_plan
 from colotrain.planner.embedding import embed_plan
+from colotrain.planner.heads import classes_of, padding_id
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import touches
+from colotrain.records import same_fields
 from colotrain.spec.objectives import (
+    Classify,
+    ClassifyPlan,
     Distill,
     Embed,
     MaskedPlan,
     ObjectivePlan,
     RelatedPlan,
+    Reward,
+    RewardPlan,
     objective_of,
 )
 from colotrain.spec.plan import BatchPlan, DataPlan, ModelPlan
@@ -30,6 +36,7 @@ SHORTEST = 3  # tokens of a sample: one between those that begin and end it
 def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
     """The plan of the data section; None without a source of data, or where problems forbid it."""
     objective = objective_of(settings.train.objective)
+    classes = objective.has_classes and not touches(problems, ("data", "train.classify"))
     return data_plan(
         settings.data,
         problems,
@@ -38,6 +45,8 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
         related=_related(settings, problems) if objective.relates_texts else None,
         masked=_masked(settings, problems) if objective.hides_tokens else None,
         tokens=settings.model.tokens,
+        classes=classes_of(settings, problems) if classes else (),
+        marks_padding=objective.has_head,
     )
 
 
@@ -50,6 +59,11 @@ def objective_plan(settings: Config, problems: list[Problem]) -> ObjectivePlan |
         return distill_plan(section, problems)
     if isinstance(section, Embed):
         return embed_plan(section, settings.model.hf, problems)
+    if isinstance(section, Reward):
+        return RewardPlan(**same_fields(section, Reward), pad_id=padding_id(settings, problems))
+    if isinstance(section, Classify):
+        names = () if touches(problems, ("data", "train.classify")) else classes_of(settings, [])
+        return ClassifyPlan(class_names=names, pad_id=padding_id(settings, problems))
     return section if isinstance(section, ObjectivePlan) else None
 
 
@@ -120,7 +134,8 @@ def check_objective(
     settings: Config, model: ModelPlan, survey: Survey, surveys: ModelSurveys
 ) -> Iterator[Problem]:
     """Problems of a model that cannot have the objective's loss, or its labels."""
-    yield from _check_task(settings, model, survey)
+    if not objective_of(settings.train.objective).has_head:
+        yield from _check_task(settings, model, survey)
     yield from _check_scores(settings, model, survey)
     yield from check_distillation(settings, model, survey, surveys)
 

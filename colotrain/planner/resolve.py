@@ -24,6 +24,7 @@ from colotrain.planner.distillation import pass_before
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import changed_plans, memory_warnings, with_changes
+from colotrain.planner.heads import check_head, trained_heads
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.micro_batch import choose
@@ -137,6 +138,7 @@ def examine(
     settings = with_new_tokens(_with_tokenizer(settings), problems)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     problems += check_epochs(settings)
+    problems += check_head(settings)
     scale, batch = scale_out(settings, machine, problems)
     if batch is not None:
         problems += check_sizes(settings.elastic, scale, batch)
@@ -148,7 +150,9 @@ def examine(
     problems += plugin_problems
     data = plan_data(settings, problems)
     schedule = dict(sorted(settings.freeze.unfreeze.items()))
-    freeze = FreezePlan(**same_fields(settings.freeze, Freeze) | {"unfreeze": schedule})
+    kept = (*settings.freeze.except_, *trained_heads(settings))
+    made = {"unfreeze": schedule, "except_": kept}
+    freeze = FreezePlan(**same_fields(settings.freeze, Freeze) | made)
     model = _model(settings, problems)
     survey = survey_model(model, freeze, settings, scale.mesh, surveys, problems)
     if survey is not None and not plugin_problems:
@@ -159,8 +163,8 @@ def examine(
     scale = plan_stages(settings, scale, survey, find, problems)
     if problems or survey is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
-    # of a user's own dataset and of samples with several rows the unit is the sample
-    per_sample = 1 if data.source == "target" or data.rows else data.seq_len
+    # of a user's own dataset, and of samples that are no run of tokens, the unit is the sample
+    per_sample = 1 if data.source == "target" or data.counts_samples else data.seq_len
     return Examined(
         settings=settings,
         scale=scale,
@@ -474,7 +478,7 @@ def study_loss(
     is looked at when its run begins.
     """
     ours = survey.scores_tokens or (model.hf and not survey.other_task)
-    of_text = data.source != "target" and (ours or data.masked or data.rows)
+    of_text = data.source != "target" and (ours or data.masked or data.counts_samples)
     num_bytes = sum(p.numel * p.itemsize for p in survey.parameters)
     if (of_text and model.loss is None) or (num_bytes > MOST_STUDIED_BYTES and not ours):
         return LossStudy()

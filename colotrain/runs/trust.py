@@ -42,6 +42,8 @@ ALLOWED = {
     **{f"model.objective.{key}": WORDS for key in ("beta", "top_k", "alpha", "temperature")},
     **{f"model.objective.{key}": WORDS for key in ("pooling", "scale", "negatives")},
     **{f"model.objective.{key}_weight": WORDS for key in ("desirable", "undesirable")},
+    **{f"model.objective.{key}": WORDS for key in ("nll_of_prompts", "gamma", "label_smoothing")},
+    **{f"model.objective.{key}": WORDS for key in ("center_coefficient", "pad_id")},
     "model.deferred_init": WORDS,
     "model.tokens": TEXT,
     "model.tp_plan": TEXT,
@@ -70,10 +72,14 @@ ALLOWED = {
             *("activation_checkpointing", "eval_every", "eval_steps", "eval_first"),
             *("on_nonfinite", "max_rollbacks", "objective", "dpo", "masking", "profile"),
             *("kto", "embed"),
+            *("orpo", "simpo", "reward"),
             *("distill.top_k", "distill.alpha", "distill.temperature", "ignore_index"),
         )
     },
     "train.stop_early": TEXT,
+    "train.classify": TEXT,
+    "data.classes": TEXT,
+    "model.objective.class_names": TEXT,
     **{
         f"optim.{key}": WORDS
         for key in (

@@ -19,7 +19,7 @@ def tokens_per_count(data: DataPlan) -> int:
     """
     if data.source == "target":
         return 0
-    return data.num_trained_rows * data.seq_len if data.rows else 1
+    return data.num_trained_rows * data.seq_len if data.counts_samples else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

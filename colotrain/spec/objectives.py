@@ -6,15 +6,31 @@ Standard library only; `models.objectives` has the losses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from colotrain.spec.ranges import ABOVE_ZERO, SHARE, Range, at_least
+from colotrain.spec.ranges import ABOVE_ZERO, AT_LEAST_ZERO, SHARE, Range, at_least
 
 IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
 GOOD = "is_good"
 """Entry of a sample that is 1 where its answer is a good one, and else 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A new head in place of a model's own: a classifier, or one number for a text."""
+
+    task: str
+    """What it is for, as transformers calls it."""
+    registry: str
+    """Name of transformers' mapping of configurations to architectures with such a head."""
+    size: int
+    """Numbers that it returns for a text, or for a token."""
+    pad_id: int
+    """Token behind texts, which is not scored."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes."""
 
 
 class Objective:
@@ -43,6 +59,16 @@ class Objective:
     passes_before: ClassVar[int] = 0
     """Forwards without gradients of each micro-batch before a step's own, in which the loss of a
     sample gets to know the other samples of the global batch."""
+    has_head: ClassVar[bool] = False
+    """Whether the model gets a new head (`head`)."""
+
+    has_classes: ClassVar[bool] = False
+    """Whether samples are texts with a class each."""
+
+    @property
+    def head(self) -> Head | None:
+        """The model's new head; None: it keeps its own."""
+        return None
 
     @property
     def teacher(self) -> str | None:
@@ -94,6 +120,104 @@ class DPO(Objective):
 
     beta: float = 0.1
     """How much the model is held to its reference; lower values allow more change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ORPO(Objective):
+    """Odds-ratio preference optimization."""
+
+    section = "orpo"
+    ranges: ClassVar = {"beta": AT_LEAST_ZERO}
+    has_pairs = True
+    scores_tokens = True
+
+    beta: float = 0.1
+    """Weight of the odds ratio beside the chosen text's loss (λ in the paper)."""
+    nll_of_prompts: bool = True
+    """Whether that loss is also of the prompt's tokens, as in TRL and the authors' code, or of the
+    answer's alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimPO(Objective):
+    """Simple preference optimization."""
+
+    section = "simpo"
+    ranges: ClassVar = {
+        "beta": ABOVE_ZERO,
+        "gamma": AT_LEAST_ZERO,
+        "label_smoothing": Range("a number from 0, and below 0.5", lambda value: 0 <= value < 0.5),
+    }
+    has_pairs = True
+    scores_tokens = True
+
+    beta: float = 2.0
+    """Scale of the rewards, which are mean log-probabilities of an answer's tokens."""
+    gamma: float = 1.0
+    """How much larger the reward of the chosen answer is to be."""
+    label_smoothing: float = 0.0
+    """Share of the pairs that are taken for the wrong way round."""
+
+
+SEQUENCES = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward(Objective):
+    """A reward model."""
+
+    section = "reward"
+    ranges: ClassVar = {"center_coefficient": AT_LEAST_ZERO}
+    has_pairs = True
+    has_head = True
+
+    center_coefficient: float = 0.0
+    """Weight of the squared sum of a pair's rewards, which keeps them near 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPlan(Reward):
+    """The section, with the token that is not scored."""
+
+    pad_id: int
+    """Token behind texts: the reward is that of the last token before it."""
+
+    @property
+    def head(self) -> Head:
+        return Head(task="sequence classification", registry=SEQUENCES, size=1, pad_id=self.pad_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classify(Objective):
+    """Classification of texts."""
+
+    section = "classify"
+    has_head = True
+    has_classes = True
+
+    classes: list[str] = field(default_factory=list)
+    """Names of the classes in the order of their numbers; none: those of the model, if it is a
+    classifier that has the data's, or else of the data: numbers by size, names by alphabet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyPlan(Objective):
+    """The classes that were found, and the token that is not scored."""
+
+    class_names: tuple[str, ...]
+    """Name of each class, by its number."""
+    pad_id: int
+    """Token behind texts; a causal model's logits are those of the last token before it."""
+
+    @property
+    def head(self) -> Head:
+        return Head(
+            task="sequence classification",
+            registry=SEQUENCES,
+            size=len(self.class_names),
+            pad_id=self.pad_id,
+            labels=self.class_names,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +313,7 @@ class RelatedPlan:
     """Tokens that the tokenizer puts after a text; a text that is cut keeps them."""
 
 
-ObjectivePlan = DPO | DistillPlan | KTO | EmbedPlan
+ObjectivePlan = DPO | KTO | ORPO | SimPO | RewardPlan | ClassifyPlan | DistillPlan | EmbedPlan
 """An objective whose loss colotrain computes; each has other keys."""
 OBJECTIVES: dict[str, type[Objective]] = {
     "dpo": DPO,
@@ -197,7 +321,13 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "distill": Distill,
     "kto": KTO,
     "embed": Embed,
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "reward": Reward,
+    "classify": Classify,
 }
+PAIRS = tuple(name for name, objective in OBJECTIVES.items() if objective.has_pairs)
+"""The objectives whose samples are preference pairs."""
 RANGES = {
     f"train.{objective.section}.{setting}": known
     for objective in OBJECTIVES.values()

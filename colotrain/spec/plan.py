@@ -19,7 +19,7 @@ from colotrain.records import after, from_json, from_plain, to_plain
 from colotrain.spec.axes import MeshPlan, Ranks
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.objectives import IGNORE_INDEX, MaskedPlan, ObjectivePlan, RelatedPlan
+from colotrain.spec.objectives import IGNORE_INDEX, Head, MaskedPlan, ObjectivePlan, RelatedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.optimizers import optimizer_of
@@ -173,6 +173,11 @@ class ModelPlan(CommonModel):
     """Glob on modules → how ranks divide them; empty for models that say so themselves."""
 
     @property
+    def head(self) -> Head | None:
+        """The new head that the objective gives the model; None: it keeps its own."""
+        return None if self.objective is None else self.objective.head
+
+    @property
     def key(self) -> str:
         """Configuration key that names the model."""
         return "model.hf" if self.hf else "model.target"
@@ -208,7 +213,7 @@ class PartPlan(CommonPart):
 
 OF_SAMPLES = (
     *("target", "args", "collate"),
-    *("seq_len", "pairs", "rated", "related", "masked", "isolate", "marks_padding"),
+    *("seq_len", "pairs", "rated", "related", "masked", "classes", "isolate", "marks_padding"),
 )
 """Settings under `data` that samples' shapes depend on."""
 
@@ -231,6 +236,8 @@ class DataPlan(CommonData):
     prompt."""
     related: RelatedPlan | None = None
     """Texts of a sample, of which the model makes vectors; None: other samples."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of texts, by their numbers; none: samples have no class."""
     masked: MaskedPlan | None = None
     """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
     marks_padding: bool = False
@@ -250,7 +257,12 @@ class DataPlan(CommonData):
     @property
     def num_trained_rows(self) -> int:
         """Rows of a sample through which gradients flow; another record's answer has none."""
-        return 1 if self.rated else len(self.rows)
+        return 1 if self.rated or self.classes else len(self.rows)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Return whether a step counts samples, which are texts by themselves, and no tokens."""
+        return bool(self.rows or self.classes)
 
     def of_samples(self) -> dict[str, Any]:
         """Return the settings that samples' shapes depend on."""

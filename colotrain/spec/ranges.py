@@ -20,4 +20,5 @@ def at_least(least: float) -> Range:
 
 
 ABOVE_ZERO = Range("a number above 0", lambda value: value > 0)
+AT_LEAST_ZERO = at_least(0)
 SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)

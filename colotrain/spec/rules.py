@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colotrain.errors import Problem
+from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
 from colotrain.spec.optimizers import ELEMENTWISE, OPTIMIZERS
 
 
@@ -21,7 +22,8 @@ class Rule:
     """Under the setting `when`, `key` must have one of the values `allowed`."""
 
     when: str
-    """Conditions joined by `and`: `KEY=VALUE`, `KEY>1`, or `KEY` for what is not null or empty."""
+    """Conditions joined by `and`: `KEY=VALUE`, `KEY=ONE,OTHER`, `KEY>1`, or `KEY` for what is not
+    null or empty."""
     key: str
     allowed: tuple[Any, ...]
     why: str = ""
@@ -35,7 +37,8 @@ class Rule:
 
     def problem(self, values: Mapping[str, Any]) -> Problem:
         """Return the problem of settings against this rule."""
-        condition = re.sub(r"([\w.]+)>1", lambda at: f"{at[1]}={values[at[1]]}", self.when)
+        several = r"([\w.]+)(?:>1|=[^ ,]+,[^ ]+)"
+        condition = re.sub(several, lambda at: f"{at[1]}={values[at[1]]}", self.when)
         return Problem(
             key=self.key,
             value=values[self.key],
@@ -55,7 +58,7 @@ def _is_met(condition: str, values: Mapping[str, Any]) -> bool:
         value = values.get(condition.removesuffix(">1"))
         return isinstance(value, int) and value > 1
     key, equals, wanted = condition.partition("=")
-    return text(values.get(key)) == wanted if equals else bool(values.get(key))
+    return text(values.get(key)) in wanted.split(",") if equals else bool(values.get(key))
 
 
 def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -> tuple[Rule, ...]:
@@ -64,7 +67,8 @@ def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -
 
 
 DPO, MASKED, DISTILL = (f"train.objective={name}" for name in ("dpo", "masked", "distill"))
-KTO, EMBED = (f"train.objective={name}" for name in ("kto", "embed"))
+KTO, EMBED, CLASSIFY = (f"train.objective={name}" for name in ("kto", "embed", "classify"))
+PAIRS = f"train.objective={','.join(PAIR_OBJECTIVES)}"
 OWN = {"train.loss": None, "train.metrics": None}
 """Functions of the user's, which get a model's outputs as they are."""
 OF_FILES: dict[str, Any] = {
@@ -88,14 +92,14 @@ PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 RULES: tuple[Rule, ...] = (
     Rule("model.hf", "model.target", (None,), "the directory is a model already"),
     Rule("model.hf", "model.deferred_init", (False,), "weights are read after sharding"),
-    *rules(DPO, OWN, "the objective has its own"),
-    Rule(DPO, "train.on_nonfinite", ("stop", "skip")),
-    Rule(DPO, "data.target", (None,), "pairs come from files (data.path)"),
-    Rule(DPO, "data.corpus", (None,), "a corpus has no preference pairs"),
-    Rule(DPO, "data.packing", ("auto", "none"), "each pair is a sample"),
-    Rule(DPO, "data.isolate", (False,), "each pair is a sample"),
-    Rule(DPO, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(DPO, NO_AXES),
+    *rules(PAIRS, OWN, "the objective has its own"),
+    Rule(PAIRS, "train.on_nonfinite", ("stop", "skip")),
+    Rule(PAIRS, "data.target", (None,), "pairs come from files (data.path)"),
+    Rule(PAIRS, "data.corpus", (None,), "a corpus has no preference pairs"),
+    Rule(PAIRS, "data.packing", ("auto", "none"), "each pair is a sample"),
+    Rule(PAIRS, "data.isolate", (False,), "each pair is a sample"),
+    Rule(PAIRS, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
+    *rules(PAIRS, NO_AXES),
     Rule(
         DPO,
         "checkpoint.resume",
@@ -103,6 +107,12 @@ RULES: tuple[Rule, ...] = (
         "the reference is the model as the run begins",
         "export that checkpoint (`colotrain export`), and name the directory in model.hf",
     ),
+    *rules(CLASSIFY, OWN, "the objective has its own"),
+    Rule(CLASSIFY, "data.target", (None,), "labelled texts come from files (data.path)"),
+    Rule(CLASSIFY, "data.corpus", (None,), "a corpus has no labels"),
+    Rule(CLASSIFY, "data.packing", ("auto", "none"), "each text is a sample"),
+    Rule(CLASSIFY, "data.isolate", (False,), "each text is a sample"),
+    *rules(CLASSIFY, NO_AXES),
     Rule(MASKED, "data.target", (None,), "tokens of files are hidden (data.path)"),
     Rule(MASKED, "data.isolate", (False,)),
     *rules(MASKED, NO_AXES),

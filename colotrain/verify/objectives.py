@@ -1,4 +1,4 @@
-"""Losses of the objectives that need a second model, in plain torch: a class and a row each.
+"""Losses of the objectives, in plain torch: a class and a row each.
 
 They share no code with `models.objectives`, which is verified.
 """
@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.spec.objectives import DPO, KTO, DistillPlan, EmbedPlan
+from colotrain.spec.objectives import (
+    DPO,
+    KTO,
+    ORPO,
+    ClassifyPlan,
+    DistillPlan,
+    EmbedPlan,
+    RewardPlan,
+    SimPO,
+)
 from colotrain.spec.plan import ModelPlan, RunPlan
 from colotrain.verify.plain_models import build_plain
 
@@ -32,6 +41,14 @@ def objective_of(plan: RunPlan, dtype: torch.dtype | None) -> PlainObjective | N
             return RelatedTexts(plan.model.objective)
         case DPO(beta=beta):
             return TwoModels(plan, dtype, beta)
+        case ORPO():
+            return OddsRatio(plan.model.objective)
+        case SimPO():
+            return LengthNormalized(plan.model.objective)
+        case RewardPlan():
+            return Rewards(plan.model.objective)
+        case ClassifyPlan():
+            return Classes()
         case DistillPlan():
             return WithTeacher(plan.model.objective, dtype)
     return None
@@ -116,6 +133,91 @@ class RelatedTexts:
         }[self.settings.pooling]
         found = [pooled(text) for text in texts]
         return torch.stack([vector / vector.square().sum().sqrt() for vector in found])
+
+
+class OddsRatio:
+    """ORPO: the chosen text's likelihood, and the odds of both answers."""
+
+    def __init__(self, settings: ORPO) -> None:
+        self.settings = settings
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the pairs of which both answers have a target; each text by itself."""
+        losses = []
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            if not (labels >= 0).any(1).all():
+                continue
+            texts = [_token_log_probs(model, *text) for text in zip(ids, labels, strict=True)]
+            p, q = (log_probs.mean().exp() for _, log_probs in texts)
+            ratio = (p / (1 - p)) / (q / (1 - q))
+            nll = texts[0][0 if self.settings.nll_of_prompts else 1].mean().neg()
+            losses.append(nll + self.settings.beta * (1 + 1 / ratio).log())
+        return torch.stack(losses).mean() if losses else _nothing(model, batch)
+
+
+def _token_log_probs(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all tokens of a text but the first, and of those of its answer."""
+    targets = (labels >= 0).nonzero().flatten()
+    text = torch.cat([ids[: targets[-1] + 1], labels[targets[-1]].view(1)])
+    each = _logits(model, {"input_ids": text[:-1].unsqueeze(0)})[0].log_softmax(-1)
+    picked = each.gather(-1, text[1:].unsqueeze(-1)).squeeze(-1)
+    return picked, picked[targets]
+
+
+def _nothing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """0, with gradients of 0."""
+    return 0.0 * _logits(model, {"input_ids": batch["input_ids"][:, 0]}).sum()
+
+
+class LengthNormalized:
+    """SimPO: rewards are means over the tokens of an answer."""
+
+    def __init__(self, settings: SimPO) -> None:
+        self.settings = settings
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the pairs of which both answers have a target; 0 where there are none."""
+        lengths, smooth = (batch["labels"] >= 0).sum(2), self.settings.label_smoothing
+        counted = (lengths > 0).all(1)
+        rewards = self.settings.beta * _log_probs(model, batch) / lengths.clamp(min=1)
+        margins = rewards[:, 0] - rewards[:, 1] - self.settings.gamma
+        losses = (smooth - 1) * F.logsigmoid(margins) - smooth * F.logsigmoid(-margins)
+        return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+class Rewards:
+    """Bradley-Terry, with each text by itself: nothing is padded."""
+
+    def __init__(self, plan: RewardPlan) -> None:
+        self.plan = plan
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the pairs of which both answers have a target; 0 where there are none."""
+        losses = []
+        for ids, labels, mask in zip(
+            *(batch[name] for name in ("input_ids", "labels", "padding_mask")), strict=True
+        ):
+            texts = (text[: int(own.sum())] for text, own in zip(ids, mask, strict=True))
+            chosen, rejected = (_logits(model, {"input_ids": t.unsqueeze(0)})[0, 0] for t in texts)
+            loss = -F.logsigmoid(chosen - rejected)
+            loss = loss + self.plan.center_coefficient * (chosen + rejected) ** 2
+            losses.append(loss * (labels >= 0).any(1).all())
+        count = (batch["labels"] >= 0).any(2).all(1).sum()
+        return torch.stack(losses).sum() / count.clamp(min=1)
+
+
+class Classes:
+    """Classification, with each text by itself: nothing is padded."""
+
+    def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the texts."""
+        losses = []
+        for ids, mask, label in zip(
+            *(batch[name] for name in ("input_ids", "padding_mask", "labels")), strict=True
+        ):
+            logits = _logits(model, {"input_ids": ids[: int(mask.sum())].unsqueeze(0)})[0]
+            losses.append(logits.logsumexp(0) - logits[label])
+        return torch.stack(losses).mean()
 
 
 class WithTeacher:

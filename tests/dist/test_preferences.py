@@ -1,4 +1,4 @@
-"""Preference pairs: DPO is that of plain torch with two models, and exact after a resume."""
+"""Preference pairs: every objective is plain torch's, and DPO's reference is that of a resume."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.dist.hf import make_directory
+from tests.dist.hf import make_chat_directory, make_directory
 from tests.representatives import representatives
 from tests.running import SMALL, Colotrain, losses
 
 WORDS = ("red", "blue", "green", "seven", "three", "house", "tree", "river")
-DPO = (
+PAIRS = (
     "data.path=pairs.jsonl",
     "data.tokenizer=bytes",
     "data.chat_template=chatml",
     "data.seq_len=64",
-    "train.objective=dpo",
-    "train.dpo.beta=0.3",
     "train.eval_steps=all",
 )
+DPO = (*PAIRS, "train.objective=dpo", "train.dpo.beta=0.3")
+WITHOUT_REFERENCE = {
+    "orpo": ("train.objective=orpo", "train.orpo.beta=0.7"),
+    "simpo": ("train.objective=simpo", "train.simpo.label_smoothing=0.1"),
+}
 OF_BYTES = {"vocab_size": 256, "max_position_embeddings": 64}
 PLUGINS = ("zero1", "zero2", "zero3", "fsdp-hybrid", "gemini")
 
@@ -64,6 +67,39 @@ def test_verify_compares_with_two_models_in_plain_torch(
     assert result.code == 0, result.out + result.err
     cases = result.json["cases"]
     assert 0.0 < max(case["max_abs_gradient"] for case in cases) < 1e-6
+
+
+FORMULAS = [f"{objective} {plugin}" for objective in WITHOUT_REFERENCE for plugin in PLUGINS]
+
+
+@pytest.mark.parametrize("case", representatives(FORMULAS, kept=["orpo gemini"]))
+def test_verify_compares_with_the_formula_in_plain_torch(pairs: Colotrain, case: str) -> None:
+    objective, plugin = case.split()
+    words = (*SMALL, "data.corpus=null", *PAIRS, *WITHOUT_REFERENCE[objective])
+    options = ("--world-sizes", "2", "--plugins", plugin, "--accumulation", "4")
+    result = pairs("verify", *words, *options, "--json")
+    assert result.code == 0, result.out + result.err
+    cases = result.json["cases"]
+    assert 0.0 < max(case["max_abs_gradient"] for case in cases) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", WITHOUT_REFERENCE)
+def test_a_checked_export_repeats_the_loss_without_a_reference(
+    pairs: Colotrain, tmp_path: Path, objective: str
+) -> None:
+    pytest.importorskip("transformers")
+    folder = make_directory("llama", tmp_path / "llama", **OF_BYTES)
+    words = (f"model.hf={folder}", *PAIRS, *WITHOUT_REFERENCE[objective], "train.global_batch=8")
+    words = (*words, "train.max_steps=3", "optim.lr=0.01", "train.eval_every=3")
+    found = pairs.run(*words, "name=trained", "checkpoint.every=1")
+    assert found["metrics"]["reward_margin"] != 0.0
+    again = pairs.resume("trained", "train.max_steps=4")
+    assert losses(again)[:3] == losses(found)
+    result = pairs("export", "trained", "--to", "out", "--check")
+    assert result.code == 0, result.out + result.err
+    receipt = json.loads((pairs.cwd / "out" / "receipt.json").read_text())
+    assert receipt["validation_loss"]["difference"] < 1e-4
 
 
 def test_a_resumed_run_has_the_same_reference(pairs: Colotrain) -> None:
@@ -137,3 +173,49 @@ def test_a_run_that_is_stopped_in_the_reference_pass_continues_there(pairs: Colo
     assert 0 < known < total
     found = losses(pairs.resume("long", "train.max_steps=3"))
     assert found == losses(pairs.run(*words, "name=whole", "train.max_steps=3"))
+
+
+REWARD = (
+    *("data.path=pairs.jsonl", "data.chat_template=chatml", "data.seq_len=64"),
+    *("train.objective=reward", "train.reward.center_coefficient=0.01", "train.eval_steps=all"),
+    *("train.global_batch=8", "optim.lr=0.01"),
+)
+
+
+@pytest.mark.parametrize("plugin", representatives(PLUGINS, kept=["zero3"]))
+def test_verify_scores_the_last_token_of_each_text_by_itself(
+    pairs: Colotrain, tmp_path: Path, plugin: str
+) -> None:
+    pytest.importorskip("transformers")
+    folder = make_directory("llama", tmp_path / "llama", **OF_BYTES)
+    words = (f"model.hf={folder}", *REWARD, "data.tokenizer=bytes")
+    options = ("--world-sizes", "2", "--plugins", plugin, "--accumulation", "4")
+    result = pairs("verify", *words, *options, "--json")
+    assert result.code == 0, result.out + result.err
+    cases = result.json["cases"]
+    assert 0.0 < max(case["max_abs_gradient"] for case in cases) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_exported_reward_model_is_one_for_transformers(pairs: Colotrain, adapter: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = make_chat_directory(pairs.cwd / "base")
+    words = (f"model.hf={folder}", *REWARD, "train.max_steps=3", "train.eval_every=3", "name=judge")
+    lora = ("adapter.name=lora", "adapter.targets=[q_proj]") if adapter else ()
+    found = pairs.run(*words, *lora, "checkpoint.every=1")
+    assert set(found["metrics"]) >= {"reward_margin", "reward_accuracy"}
+    assert losses(pairs.resume("judge", "train.max_steps=4"))[:3] == losses(found)
+    alone = ("--adapter",) if adapter else ()
+    result = pairs("export", "judge", "--to", "out", "--check", *alone)
+    assert result.code == 0, result.out + result.err
+    receipt = json.loads((pairs.cwd / "out" / "receipt.json").read_text())
+    assert receipt["validation_loss"]["difference"] < 1e-4
+    if adapter:
+        stored = load_file(pairs.cwd / "out" / "adapter_model.safetensors")
+        assert any("score" in name for name in stored)
+        settings = json.loads((pairs.cwd / "out" / "adapter_config.json").read_text())
+        assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+        return
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(pairs.cwd / "out")
+    assert (model.config.num_labels, model.config.pad_token_id) == (1, 256)

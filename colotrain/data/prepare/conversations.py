@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from colotrain.data.prepare.classes import LABEL, class_name
 from colotrain.data.prepare.messages import (
     Conversation,
     parsed,
@@ -28,6 +29,7 @@ from colotrain.data.prepare.templates import CHATML, ChatTemplate
 from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
 from colotrain.errors import ConfigError, Problem
 from colotrain.rundir import read_text
+from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
 from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
@@ -44,6 +46,8 @@ QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "
 CONTEXTS = ("input", "context")
 """Columns with more of the question, which may be empty or absent."""
 ANSWERS = ("output", "answer", "response", "solution", "targets")
+MOST_SHOWN = 20
+"""Classes that a message names."""
 SYSTEMS = ("system", "system_prompt")
 ANCHOR = "anchor"
 """Another name of the column query, as in data of sentence-transformers."""
@@ -60,6 +64,8 @@ class Rendered:
     """Spans, in characters, that count in the loss; None: the whole text."""
     ends: bool
     """Whether a separator token is added at the end; chat templates end their turns themselves."""
+    label: int | None = None
+    """Number of its class: then it has the tokenizer's own tokens around it, and no separator."""
     notes: tuple[str, ...] = ()
     """What a user should know about this record; the same words for all records alike."""
     unread: tuple[str, ...] = ()
@@ -156,6 +162,13 @@ class Renderer:
     """Columns with the texts of a sample, each a text by itself; (): other records."""
     rated: bool = field(default=False, repr=False)
     """Whether records are answers with a label, which says whether they are good."""
+    classes: tuple[str, ...] = field(default=(), repr=False)
+    """Names of the classes of texts; none: records have no class."""
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether records that hold tokens instead of texts are of no use."""
+        return bool(self.pairs or self.rated or self.related or self.classes)
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
@@ -184,6 +197,8 @@ class Renderer:
     def _texts(self, fields: Fields) -> list[Rendered]:
         if self.related:
             return self._related(fields)
+        if self.classes:
+            return self._labelled(fields)
         return self._pair(fields) if self.pairs else self._render(fields)
 
     def _related(self, fields: Fields) -> list[Rendered]:
@@ -259,12 +274,26 @@ class Renderer:
             chat.first = common.index(False) if False in common else len(common)
         return [one for chat in chats for one in self._chat(chat, fields)]
 
+    def _labelled(self, fields: Fields) -> list[Rendered]:
+        """A text and its class."""
+        text, name = fields.take_text("text"), fields.name(LABEL)
+        if not text:
+            raise BadRecord(f"{fields.name('text')}: expected a text, and there is none")
+        label = class_name(fields.take(LABEL))
+        if label not in self.classes:
+            known = ", ".join(self.classes[:MOST_SHOWN])
+            more = ", …" if len(self.classes) > MOST_SHOWN else ""
+            raise BadRecord(f"{name}: expected one of {known}{more}, not {label or 'nothing'}")
+        number = self.classes.index(label)
+        return [Rendered(text=text, answers=None, ends=True, label=number)]
+
     def _render(self, fields: Fields) -> list[Rendered]:
         prompt, completion, text = (
             fields.record.get(fields.name(meaning)) for meaning in ("prompt", "completion", "text")
         )
         if completion is None and all(fields.find(meaning) for meaning in PAIR):
-            raise BadRecord("a preference pair: train on it with train.objective=dpo")
+            named = ", ".join(PAIR_OBJECTIVES)
+            raise BadRecord(f"a preference pair: train on it with train.objective one of {named}")
         if messages := fields.find(*CHATS):
             chat = self._conversation(fields.take(messages), fields.name(messages))
             chat.first = len(chat.messages) - 1 if self.rated else 0
@@ -425,6 +454,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         pairs=plan.pairs,
         rated=plan.rated,
         related=plan.related.columns if plan.related is not None else (),
+        classes=plan.classes,
     )
 
 

@@ -239,8 +239,7 @@ def encode(block: Block) -> Encoded:
 
 
 def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
-    renderer = _task.renderer
-    if holds_tokens(record) and not (renderer.pairs or renderer.rated or renderer.related):
+    if holds_tokens(record) and not _task.renderer.needs_texts:
         return [
             token_row(
                 record,
@@ -364,6 +363,11 @@ def encode_documents(
             continue
         ids, offsets = (next(plain), None) if found.answers is None else next(marked)
         row = np.asarray(ids, dtype=dtype)
+        if found.label is not None:
+            before, after = encoder.frame.before, encoder.frame.after
+            row = np.asarray([*before, *row, *after, found.label], dtype=dtype)
+            rows.append((row, np.ones(len(row), np.uint8)))
+            continue
         wanted, unusual = np.ones(len(row), np.uint8), dict[str, None]()
         if found.answers is not None:
             wanted = _targets_of(offsets, found.answers, unusual)

@@ -237,15 +237,20 @@ PROBES = (
 """Texts that pre-tokenizers and normalizers treat otherwise."""
 
 
-def document_form(spec: str, file: Path | None = None) -> DocumentForm:
-    """The tokens around each document of text; `file` is that of a tokenizer without its own."""
+def document_form(spec: str, file: Path | None = None, *, separates: bool = True) -> DocumentForm:
+    """The tokens around each document of text; `file` is that of a tokenizer without its own.
+
+    `separates`: whether documents end with the separator.
+    """
     path = file or tokenizer_file(spec)
+    if path is None and not separates:
+        return DocumentForm()
     if path is None:
         return DocumentForm(ends=("\\0",) if spec == "bytes" else (END_OF_TEXT,))
     tokenizer = load(path)
     frame, separator = frame_of(tokenizer), separator_of(spec, tokenizer)
     ends = [*frame.after]
-    if separator is not None and separator not in ends[-1:]:
+    if separates and separator is not None and separator not in ends[-1:]:
         ends.append(separator)
     return DocumentForm(
         begins=tuple(str(tokenizer.id_to_token(number)) for number in frame.before),
@@ -259,6 +264,14 @@ def separator_of(spec: str, tokenizer: Tokenizer) -> int | None:
     names = [settings.get("eos_token"), *SEPARATORS, settings.get("sep_token")]
     known = [tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
     return next((number for number in known if number is not None), None)
+
+
+def end_of_text(spec: str) -> int | None:
+    """Id of the token that ends a document of `bytes` or a tokenizer.json; None: not known."""
+    file = tokenizer_file(spec)
+    if file is None:
+        return 0 if spec == "bytes" else None
+    return separator_of(spec, load(file))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

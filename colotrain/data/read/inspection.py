@@ -59,6 +59,9 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
     packing = packing_of(shards, plan)
     cut_off = [s.count_cut_off("train", plan.seq_len) for s in train if packing != "stream"]
     in_loss = sum(_count_in_loss(shard) for shard in train) - sum(lost for _, lost in cut_off)
+    documents = {split: _count_documents(shards, split) for split in SPLITS}
+    if plan.classes:  # one label for each text
+        in_loss = documents["train"] or 0
     return {
         **describe_sources(plan),
         "weight": weight,
@@ -70,7 +73,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         "isolate": plan.isolate,
         "tokens": {split: sum(shard.count(split) for shard in shards) for split in SPLITS},
         "bytes": {split: _sum_bytes(shards, split) for split in SPLITS},
-        "documents": {split: _count_documents(shards, split) for split in SPLITS},
+        "documents": documents,
         "in_loss": round(share * in_loss),
         "without_targets": sum(empty for empty, _ in cut_off),
         "bad": {
@@ -78,7 +81,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
             "first": [b for s in shards for b in s.bad],
         },
         "notes": [asdict(note) for note in notes_of(plan, shards)],
-        "lengths": _histogram(train, plan.seq_len),
+        "lengths": _histogram(train, plan.seq_len, behind=int(bool(plan.classes))),
     }
 
 
@@ -86,7 +89,8 @@ def _form(plan: DataPlan, shards: list[Prepared]) -> dict[str, Any] | None:
     """The tokens around each document of text; None for files of tokens."""
     if any(shard.num_bytes_train is None for shard in shards):
         return None
-    return asdict(vocabulary.document_form(plan.tokenizer, shards[0].tokenizer))
+    form = vocabulary.document_form(plan.tokenizer, shards[0].tokenizer, separates=not plan.classes)
+    return asdict(form)
 
 
 def _sum_bytes(shards: list[Prepared], split: Split) -> int | None:
@@ -105,12 +109,15 @@ def _count_in_loss(shard: Prepared) -> int:
     return shard.num_train if targets is None else int(np.count_nonzero(targets))
 
 
-def _histogram(shards: list[Prepared], seq_len: int) -> dict[str, Any] | None:
-    """Histogram of the train documents' lengths in tokens, with bins up to powers of two."""
+def _histogram(shards: list[Prepared], seq_len: int, *, behind: int) -> dict[str, Any] | None:
+    """Histogram of the train documents' lengths in tokens, with bins up to powers of two.
+
+    `behind`: numbers behind each document that are no tokens of its text.
+    """
     ends = [shard.document_ends("train") for shard in shards]
     if not ends or any(e is None for e in ends):
         return None
-    lengths = np.concatenate([np.diff(e, prepend=0) for e in ends if e is not None])
+    lengths = np.concatenate([np.diff(e, prepend=0) for e in ends if e is not None]) - behind
     if not len(lengths):
         return None
     top = max(1, int(lengths.max()))
@@ -160,7 +167,11 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
         problem = f"sample {index} has no input_ids and labels to show (it has {names})"
         raise ColotrainError(problem, "name them so in your dataset")
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
-    if plan.rows:
+    if plan.classes:
+        text = ids[: int(sample["padding_mask"].sum())]
+        yield from (Token(text=t, in_loss=False, document=None) for t in token_texts(plan, text))
+        yield Token(text=f" → {plan.classes[labels]}", in_loss=True, document=None)
+    elif plan.rows:
         for answer in range(len(plan.rows)):
             documents = _padding_apart(ids[answer], labels[answer], answer)
             yield from _as_text(plan, ids[answer], labels[answer], documents)

@@ -292,8 +292,8 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
 
 def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
     """Resolve `data.packing=auto`: one document per sample where records have answers."""
-    if plan.packing != "auto" or plan.rows:
-        return "none" if plan.rows else plan.packing
+    if plan.packing != "auto" or plan.counts_samples:
+        return "none" if plan.counts_samples else plan.packing
     return "none" if any(shard.has_targets for shard in shards) else "stream"
 
 
@@ -305,7 +305,9 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     if plan.rated or plan.related is not None:
         return Documents(shard, split)
     if plan.pairs:
-        return PairSamples(DocumentSamples(shard, split, plan.seq_len, most=1))
+        return PairSamples(
+            DocumentSamples(shard, split, plan.seq_len, most=1, marks_padding=plan.marks_padding)
+        )
     return DocumentSamples(
         shard,
         split,

@@ -18,6 +18,7 @@ from colotrain.engine.state.whole_copy import Copied
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
+from colotrain.models.objective import kept_of
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.teacher import teacher_of
@@ -64,7 +65,7 @@ class StartingPoint:
             stored = self.copied.index
         elif self.resumed is not None:
             stored = read_index(self.resumed)
-        if plan.model.objective and teacher_of(plan.model, plan.train.precision) is None:
+        if kept_of(plan.model) is not None and teacher_of(plan.model, plan.train.precision) is None:
             return set()
         return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
 

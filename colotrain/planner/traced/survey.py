@@ -365,6 +365,8 @@ def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
         return {"input_ids": tokens, "attention_mask": tokens.clone()}
     if data.rated:
         sample[GOOD] = tokens.new_empty(())
+    if data.classes:
+        sample["labels"] = tokens.new_empty(())
     if data.isolate:
         sample[DOCUMENT_IDS] = tokens.clone()
     if data.marks_padding and data.packing != "stream":

@@ -32,6 +32,8 @@ def test_conditions_are_values_numbers_above_one_and_settings_that_are_given() -
     assert not Rule("c>1", "a", ()).applies({**values, "c": 1})
     assert Rule("c>1 and a=x", "b", ()).applies(values)
     assert not Rule("c>1 and a=y", "b", ()).applies(values)
+    assert Rule("a=w,x", "b", ()).applies(values)
+    assert not Rule("a=y,z", "b", ()).applies(values)
 
 
 def test_a_setting_without_effect_excludes_nothing() -> None:
@@ -49,6 +51,9 @@ def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
     assert str(rule.problem(values)) == (
         "train.compile=true: expected false with mesh.tp=4: a reason; set train.compile=false"
     )
+    either = Rule("train.objective=dpo,orpo", "mesh.tp", (1,))
+    found = either.problem({"mesh.tp": 4, "train.objective": "orpo"})
+    assert "expected 1 with train.objective=orpo;" in str(found)
     one_of = Rule("mesh.tp>1", "train.compile", ("a", "b", "c"), fix="take another")
     assert "expected one of a, b, c with mesh.tp=4; take another" in str(one_of.problem(values))
 

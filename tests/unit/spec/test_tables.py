@@ -16,9 +16,13 @@ from colotrain.spec.objectives import (
     DPO,
     KTO,
     OBJECTIVES,
+    ORPO,
+    ClassifyPlan,
     DistillPlan,
     EmbedPlan,
     ObjectivePlan,
+    RewardPlan,
+    SimPO,
 )
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import ModelPlan, OptimPlan
@@ -65,7 +69,11 @@ def test_every_objective_that_a_configuration_may_name_is_described() -> None:
 
 
 def test_a_plan_tells_its_objectives_apart() -> None:
-    objectives = DPO(), DistillPlan(teacher="there"), KTO(), EmbedPlan(pooling="last")
+    classes = ClassifyPlan(class_names=("a", "b"), pad_id=3)
+    objectives = (
+        *(DPO(), KTO(), ORPO(), SimPO(), RewardPlan(pad_id=3), classes),
+        *(DistillPlan(teacher="there"), EmbedPlan(pooling="last")),
+    )
     assert {type(objective) for objective in objectives} == set(get_args(ObjectivePlan))
     for objective in objectives:
         model = ModelPlan(target="", objective=objective)

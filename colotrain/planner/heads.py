@@ -1,0 +1,121 @@
+"""The new head that an objective gives a model: its padding token, and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from colotrain.config.data import data_plan
+from colotrain.config.schema import Config
+from colotrain.data.prepare import vocabulary
+from colotrain.data.prepare.classes import find_classes
+from colotrain.data.prepare.tokens import parts_of
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.rundir import read_json
+from colotrain.spec.objectives import objective_of
+from colotrain.spec.plan import DataPlan
+
+NAMES = ("score.*", "classifier.*")
+"""Globs on the heads of transformers' classifiers, those that PEFT trains beside adapters, too."""
+OWN = ("num_labels", "id2label", "label2id", "problem_type")
+"""Settings of a model that its new head decides."""
+
+
+def check_head(settings: Config) -> Iterator[Problem]:
+    """Problems of a model that cannot get a new head."""
+    name = settings.train.objective
+    if not objective_of(name).has_head:
+        return
+    if settings.model.hf is None:
+        expected = f"a model directory under train.objective={name}, which gives it a new head"
+        fix = "name a causal model's directory"
+        yield Problem(key="model.hf", value=None, expected=expected, fix=fix)
+    for key in OWN:
+        if key in settings.model.args:
+            expected = f"nothing under train.objective={name}, which decides it"
+            value = settings.model.args[key]
+            yield Problem(key=f"model.args.{key}", value=value, expected=expected, fix="remove it")
+
+
+def trained_heads(settings: Config) -> tuple[str, ...]:
+    """Globs on the new head beside adapters, which trains with them."""
+    has_adapter = settings.adapter.name is not None
+    return NAMES if has_adapter and objective_of(settings.train.objective).has_head else ()
+
+
+def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
+    """Names of the classes of texts: the setting's, those of a classifier, or of the data."""
+    named = settings.train.classify.classes
+    try:
+        found = tuple(named) or find_classes(_parts(settings))
+    except ConfigError as error:
+        problems += error.problems
+        return ()
+    except (ColotrainError, OSError):  # reported when the data are read
+        return ()
+    known = () if named else _known_classes(settings)
+    if known and not {*found} <= {*known}:
+        other = ", ".join(sorted({*found} - {*known})[:5])
+        expected = f"a model whose classes are those of the data ({other} is none of its classes: "
+        expected += f"{', '.join(known[:20])})"
+        fix = "name them in train.classify.classes, or give the model without its head"
+        problems.append(Problem(key="model.hf", expected=expected, fix=fix))
+    classes = known or found
+    if len({*classes}) < max(2, len(classes)):
+        key, fix = ("train.classify.classes", "name each once") if named else ("data.path", "")
+        expected = "at least two classes, each with a name of its own"
+        problems.append(Problem(key=key, value=", ".join(classes), expected=expected, fix=fix))
+        return ()
+    return classes
+
+
+def _parts(settings: Config) -> list[DataPlan]:
+    found = data_plan(settings.data, [])
+    return [] if found is None or found.source == "target" else parts_of(found)
+
+
+def _known_classes(settings: Config) -> tuple[str, ...]:
+    """The classes of a directory that is a classifier already."""
+    config = _config_of(settings)
+    names, labels = config.get("architectures"), config.get("id2label")
+    is_one = isinstance(names, list) and any("SequenceClassification" in str(n) for n in names)
+    if not is_one or not isinstance(labels, dict):
+        return ()
+    return tuple(str(labels[number]) for number in sorted(labels, key=int))
+
+
+def padding_id(settings: Config, problems: list[Problem]) -> int:
+    """The token that stands behind texts, and is never scored.
+
+    It is that of the model's configuration, or else the tokenizer's, or its end of text, as in TRL.
+    """
+    for found in _candidates(settings):
+        if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
+            return found
+    expected = f"a padding token, for train.objective={settings.train.objective} scores what is "
+    expected += "before it; neither the model nor the tokenizer names one"
+    fix = "give the number of a token that no text has"
+    problems.append(Problem(key="model.args.pad_token_id", expected=expected, fix=fix))
+    return 0
+
+
+def _candidates(settings: Config) -> Iterator[Any]:
+    yield settings.model.args.get("pad_token_id")
+    config = _config_of(settings)
+    yield config.get("pad_token_id")
+    text = config.get("text_config")
+    yield text.get("pad_token_id") if isinstance(text, dict) else None
+    tokenizer = settings.data.tokenizer
+    if vocabulary.check_tokenizer(tokenizer) is not None:
+        return
+    special = vocabulary.special_tokens(tokenizer, settings.model.tokens)
+    yield None if special is None else special.pad
+    yield vocabulary.end_of_text(tokenizer)
+
+
+def _config_of(settings: Config) -> dict[str, Any]:
+    try:
+        return read_json(Path(settings.model.hf or "").expanduser() / "config.json")
+    except (OSError, ValueError, TypeError):  # reported when the model is built
+        return {}
