@@ -32,7 +32,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Evaluation
 from colotrain.events.log import event_files, read
 from colotrain.export import llama, reader
-from colotrain.export.job import OWN_CONFIG, call_of, write_json
+from colotrain.export.job import OWN_CONFIG, call_of, on_meta, write_json
 from colotrain.export.own_outputs import (
     computes_in_float32,
     evaluation_batches,
@@ -56,6 +56,7 @@ from colotrain.export.receipt import (
 from colotrain.export.source import CheckpointTensors
 from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
+from colotrain.models.quantized.layers import quantized_layers
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.objectives import (
@@ -130,6 +131,7 @@ def check(
         "notes": question.notes,
         "run": {"name": plan.name, "path": str(rundir.path), "step": step_of(checkpoint)},
         "format": kind,
+        "base_quantized": question.request["quantized"] if kind == "peft" else None,
         "dtype": question.request["dtype"],
         "validation_loss": loss,
         "outputs": logits,
@@ -168,7 +170,7 @@ def recheck(folder: Path, *, note: str, loads_base: bool) -> dict[str, Any]:
     if kind == "own":
         notes.append("the model's class is not called: only files are compared")
     elif kind == "peft":
-        base = named_base(folder)
+        base, request["quantized"] = named_base(folder), receipt["base_quantized"]
         request["base"] = base if loads_base else None
         if not loads_base:
             request["probe"] = []
@@ -238,11 +240,14 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     # not the call that the directory names, which may be anybody's
     request = _request(folder, kind) | call_of(plan.model)
     request["base"] = plan.model.hf
+    if plan.model.quantize is not None and plan.model.hf is not None:
+        layers = sorted(quantized_layers(on_meta(plan.model)))
+        request["quantized"] = {"scheme": plan.model.quantize, "layers": layers}
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")
     loader = evaluation_loader(plan)
     evaluated = None if loader is None else evaluation_of(rundir, step)
-    request["loss"] = _loss_of(plan, kind, notes)
+    request["loss"] = {**_loss_of(plan, kind, notes), "quantized": request["quantized"]}
     request["import_from"] = places_of_code() if _calls_own_code(request) else []
     if loader is None:
         notes.append(
@@ -300,6 +305,7 @@ def _request(folder: Path, kind: str, *, probe: list[list[int]] | None = None) -
         "kind": kind,
         "base": None,
         "base_config": None,
+        "quantized": None,
         "import_from": [],
         "outputs": "causal",
         "loss": {"kind": "none"},

@@ -114,8 +114,8 @@ def converted(entry: Entry, dtype: torch.dtype | None) -> Entry:
 
 
 def bare(plan: ModelPlan) -> nn.Module:
-    """The model without adapters and without storage."""
-    return on_meta(replace(plan, adapter=None))
+    """The model without adapters and without storage, with whole weights."""
+    return on_meta(replace(plan, adapter=None, quantize=None))
 
 
 def on_meta(plan: ModelPlan) -> nn.Module:

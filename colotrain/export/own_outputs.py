@@ -28,6 +28,7 @@ from colotrain.generators import seeded
 from colotrain.models import adapters
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import attach_, inputs_of, output_of
+from colotrain.models.quantized.layers import dequantize_
 from colotrain.spec.plan import RunPlan
 
 Batch = dict[str, Tensor]
@@ -54,6 +55,7 @@ def own_model(
         ]:
             if name in stored.entries:
                 tensor.copy_(stored.entries[name].read())
+        dequantize_(model)
         if written.itemsize < 4 or not computes_in_float32(model):
             if not beside_base:
                 _merge_(model)
@@ -74,7 +76,8 @@ def in_float32(model: Any, plan: RunPlan, *, beside_base: Collection[str] = ()) 
     if plan.model.hf is None or computes_in_float32(model):
         return model
     args = {**plan.model.args, "dtype": "float32"}
-    loaded = build_whole(replace(plan.model, args=args), seed=plan.train.seed).eval()
+    made = replace(plan.model, args=args, quantize=None)
+    loaded = build_whole(made, seed=plan.train.seed).eval()
     loaded.load_state_dict(model.state_dict())
     if not beside_base:
         for merge in _mergeable(loaded):

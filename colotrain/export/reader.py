@@ -127,6 +127,7 @@ def load_adapter(folder: Path, request: dict[str, Any], problems: list[str]) -> 
     )
     if base is None:
         return None
+    round_(base, request["quantized"])
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -136,6 +137,36 @@ def load_adapter(folder: Path, request: dict[str, Any], problems: list[str]) -> 
         return None
     problems += [text for w in told if "adapter keys" in (text := str(w.message))]
     return model.eval()
+
+
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def rounded_nf4(weight: Tensor) -> Tensor:
+    """The weight with the nearest of 16 shares of the largest of each 64 numbers."""
+    flat, values = weight.flatten(), torch.tensor(NF4)
+    blocks = F.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    shares = (blocks * (1.0 / largest.clamp(min=1e-38))).contiguous()
+    above = torch.searchsorted(values, shares).clamp(1, 15)
+    low, high = values[above - 1], values[above]
+    nearest = torch.where(shares.double() - low <= high.double() - shares, low, high)
+    return (nearest * largest).flatten()[: len(flat)].view_as(weight)
+
+
+ROUNDED = {"nf4": rounded_nf4}
+
+
+def round_(base: Any, quantized: dict[str, Any] | None) -> None:
+    """Give the layers whose weights the run held as packed blocks what these stand for."""
+    for name in quantized["layers"] if quantized else ():
+        weight = base.get_submodule(name).weight
+        weight.data = ROUNDED[str(quantized["scheme"])](weight.data)  # type: ignore[index]
 
 
 def load_own(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:
@@ -411,6 +442,7 @@ def reference_of(loss: dict[str, Any]) -> Any:
     """The model that the run began with; loaded once."""
     if not REFERENCES:
         found = load_model(Path(loss["reference"]), {}, [])
+        round_(found, loss["quantized"])
         if loss["reference_adapter"]:
             from peft import PeftModel
 

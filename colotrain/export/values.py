@@ -18,6 +18,9 @@ from colotrain.models import adapters, huggingface
 from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build_whole
+from colotrain.models.quantized.filling import packed_rows
+from colotrain.models.quantized.layers import SCALES, QuantizedLinear, quantized_layers
+from colotrain.models.quantized.schemes import Packed
 from colotrain.models.stored import StoredTensors, weight_files
 
 
@@ -26,10 +29,11 @@ def whole_entries(job: Job) -> list[Entry]:
 
     plan, held = job.plan.model, job.stored.entries
     entries = {**base_entries(job), **held}
-    unmerged = dict(entries)
     if plan.adapter is None:
         return list(entries.values())
     model = on_meta(plan)
+    _unpack_(entries, model)
+    unmerged = dict(entries)
     known_as = names_of(model)
     for merge in adapters.merges(model):
         parts = [entries.pop(name) for name in merge.parts]
@@ -41,6 +45,29 @@ def whole_entries(job: Job) -> list[Entry]:
         read = partial(_merged, merge, [weight, *parts])
         entries[merge.weight] = replace(weight, name=merge.weight, read=read)
     return list(entries.values())
+
+
+def _unpack_(entries: dict[str, Entry], model: nn.Module) -> None:
+    """Put the weights that blocks stand for in place of the codes and scales of a checkpoint."""
+    for name, layer in quantized_layers(model).items():
+        if (scales := entries.pop(f"{name}.{SCALES}", None)) is not None:
+            codes = entries[f"{name}.weight"]
+            read = partial(_read_blocks, layer, codes, scales)
+            entries[f"{name}.weight"] = _weight_entry(name, layer, read)
+
+
+def _read_blocks(layer: QuantizedLinear, codes: Entry, scales: Entry) -> Tensor:
+    return _unpacked(layer, Packed(codes.read(), scales.read()))
+
+
+def _unpacked(layer: QuantizedLinear, packed: Packed) -> Tensor:
+    sizes = layer.out_features, layer.in_features
+    return layer.scheme.unpacked(packed, *sizes, layer.whole_dtype)
+
+
+def _weight_entry(name: str, layer: QuantizedLinear, read: Callable[[], Tensor]) -> Entry:
+    shape = layer.out_features, layer.in_features
+    return Entry(name=f"{name}.weight", shape=shape, dtype=layer.whole_dtype, read=read)
 
 
 def _untie(job: Job, model: nn.Module, names: list[str]) -> None:
@@ -77,10 +104,23 @@ def base_entries(job: Job) -> dict[str, Entry]:
         found = sources_of(model).found
         dtypes = {n: p.dtype for n, p in module_tree.named_parameters(model)}
         drawn = huggingface.missing_values(model, plan, job.plan.train.seed)
-        read = {n: _stored_entry(n, stored, found[n], dtypes[n]) for n in left_out if n in found}
+        packed = {n: m for n, m in quantized_layers(model).items() if f"{n}.weight" in left_out}
+        own = {f"{name}.{part}" for name in packed for part in ("weight", SCALES)}
+        whole_names = [n for n in left_out if n in found and n not in own]
+        read = {n: _stored_entry(n, stored, found[n], dtypes[n]) for n in whole_names}
+        for name, layer in packed.items():
+            weight = f"{name}.weight"
+            pack = partial(_packed_again, layer, stored, found[weight])
+            read[weight] = _weight_entry(name, layer, pack)
         return read | {n: _whole_entry(n, drawn[n]) for n in left_out if n in drawn}
-    whole = dict(build_whole(plan, seed=job.plan.train.seed).named_parameters())
-    return {n: _whole_entry(n, whole[n].detach()) for n in left_out}
+    known = dict(build_whole(plan, seed=job.plan.train.seed).named_parameters())
+    return {n: _whole_entry(n, known[n].detach()) for n in left_out}
+
+
+def _packed_again(layer: QuantizedLinear, stored: StoredTensors, source: Source) -> Tensor:
+    """Return the weight that a layer computed with: of blocks made of the directory, as before."""
+    num = len(layer.packed.codes)
+    return _unpacked(layer, packed_rows(layer, stored, source, begin=0, num=num))
 
 
 def _stored_entry(name: str, stored: StoredTensors, source: Source, dtype: torch.dtype) -> Entry:

@@ -37,6 +37,8 @@ class Shards:
     """Called with each parameter that is not needed for the moment."""
     shape: Callable[[Tensor], tuple[int, ...]] = lambda parameter: tuple(parameter.shape)
     """Shape of a whole parameter; ranks of a tensor-parallel group hold only parts."""
+    dtype: Callable[[Tensor], torch.dtype] = lambda parameter: parameter.dtype
+    """Dtype of a whole parameter; what a rank holds of it may be packed."""
     slices: Callable[[Tensor], tuple[slice, ...]] = lambda tensor: ()
     """Where this rank's numbers stand in a whole parameter or buffer; () is all of it."""
     ahead_bytes: int = 0
@@ -52,6 +54,7 @@ class Slot:
     owners: list[tuple[nn.Module, str]]
     generator: torch.Generator
     shape: tuple[int, ...]
+    dtype: torch.dtype
     whole: nn.Parameter = field(init=False)
     written: bool = False
     """Whether the rank's rows hold a value."""
@@ -68,7 +71,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         kept = self.kept
-        data = torch.empty(self.shape, dtype=kept.dtype, device="cpu")
+        data = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         data.untyped_storage().resize_(0)
         self.whole = nn.Parameter(data, kept.requires_grad)
         self.whole.__dict__.update(vars(kept))
@@ -107,8 +110,8 @@ class ParameterFiller:
                 name = f"{prefix}.{key}" if prefix else key
                 if parameter not in slots:
                     generator = generator_of(name, seed=seed)
-                    shape = shards.shape(parameter)
-                    slots[parameter] = Slot(name, parameter, [], generator, shape)
+                    shape, dtype = shards.shape(parameter), shards.dtype(parameter)
+                    slots[parameter] = Slot(name, parameter, [], generator, shape, dtype)
                 slots[parameter].owners.append((module, key))
         self.slots = list(slots.values())
         self.by_storage = {storage_id(slot.storage): slot for slot in self.slots}

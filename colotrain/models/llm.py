@@ -163,7 +163,8 @@ class LLM(nn.Module):
         The second term is attention's, with no discount for the causal mask. Source: appendix B of
         PaLM (Chowdhery et al. 2022).
         """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        layers = [m for m in self.modules() if isinstance(m, nn.Linear)]
+        matrices = sum(m.in_features * m.out_features for m in layers)
         return 6.0 * matrices + 12.0 * self.num_layers * self.d_model * seq_len
 
 

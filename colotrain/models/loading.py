@@ -28,6 +28,8 @@ from colotrain.models.allocating import Allocates, KeepsEscaped
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import ParameterFiller, Shards
 from colotrain.models.llm import LLM
+from colotrain.models.quantized import filling as quantized_filling
+from colotrain.models.quantized.layers import quantize_
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import storage_id, uncompiled_
 from colotrain.user_modules import is_users
@@ -49,11 +51,18 @@ def build(plan: ModelPlan, *, seed: int) -> nn.Module:
     """
     with seeded(seed):
         model = _without_values(plan) if plan.is_deferred else _with_values(plan)
+    _change_(model, plan)
+    if plan.adapter is not None and not plan.is_deferred:
+        adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
+    return model
+
+
+def _change_(model: nn.Module, plan: ModelPlan) -> None:
+    """Add the adapters, and let the layers below them hold blocks where the plan asks for it."""
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
-        if not plan.is_deferred:
-            adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
-    return model
+    if plan.quantize is not None:
+        quantize_(model, plan.quantize)
 
 
 def _with_values(plan: ModelPlan) -> nn.Module:
@@ -156,8 +165,7 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
         model = _called_on_meta(plan)
     if not all(parameter.is_meta for parameter in module_tree.parameters(model)):
         return None
-    if plan.adapter is not None:
-        adapters.attach_(model, plan.adapter)
+    _change_(model, plan)
     return model
 
 
@@ -235,11 +243,14 @@ def fill_(
     called, as it may set anything else.
     """
     shards = shards or WHOLE
+    packed = quantized_filling.names_in(model)
     if plan.hf is not None:
-        huggingface.fill_(model, plan, seed=seed, shards=shards, given=given)
+        huggingface.fill_(model, plan, seed=seed, shards=shards, given=given | packed)
+        quantized_filling.read_(model, plan, shards=shards, given=given)
     elif not _is_given(model, given):
         later = {part.name for part in adapters.parts(model)}
-        initialise_(model, seed=seed, shards=shards, later=later)
+        packing = quantized_filling.packing(model, shards)
+        initialise_(model, seed=seed, shards=packing, later=later | packed)
     if plan.adapter is not None:
         adapters.fill_(model, plan.adapter, seed=seed, shards=shards, given=given)
 

@@ -109,7 +109,8 @@ def _group(
     used_in_place = {
         p.name
         for p in members
-        if layout.shares_parameters or (layout.uses_shards and compute in (None, p.itemsize))
+        if layout.shares_parameters
+        or (layout.uses_shards and (not p.is_cast or compute in (None, p.itemsize)))
     }
     return Group(
         name=name,
@@ -117,7 +118,7 @@ def _group(
         stays=stays_gathered(name, layout),
         shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in members),
         gathered_sizes=tuple(
-            padded[p.name] * (compute or p.itemsize)
+            padded[p.name] * (compute if compute and p.is_cast else p.itemsize)
             for p in members
             if padded[p.name] and p.name not in used_in_place
         ),

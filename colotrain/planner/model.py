@@ -244,6 +244,6 @@ def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:
 
 
 def count(survey: Survey) -> ParameterCounts:
-    total = sum(p.numel for p in survey.parameters)
-    frozen = sum(p.numel for p in survey.parameters if p.frozen_by is not None)
+    total = sum(p.counted for p in survey.parameters)
+    frozen = sum(p.counted for p in survey.parameters if p.frozen_by is not None)
     return ParameterCounts(total=total, trainable=total - frozen, frozen=frozen)

@@ -256,6 +256,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         args=model.args,
         hf=str(Path(hf).expanduser().absolute()) if hf else None,
         deferred_init=model.deferred_init,
+        quantize=model.quantize,
         adapter=plan_adapter(settings.adapter, problems),
         loss=settings.train.loss,
         objective=objective_plan(settings, problems),

@@ -45,6 +45,7 @@ ALLOWED = {
     **{f"model.objective.{key}": WORDS for key in ("nll_of_prompts", "gamma", "label_smoothing")},
     **{f"model.objective.{key}": WORDS for key in ("center_coefficient", "pad_id")},
     "model.deferred_init": WORDS,
+    "model.quantize": WORDS,
     "model.tokens": TEXT,
     "model.tp_plan": TEXT,
     "model.adapter": TEXT,

@@ -92,6 +92,17 @@ PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 RULES: tuple[Rule, ...] = (
     Rule("model.hf", "model.target", (None,), "the directory is a model already"),
     Rule("model.hf", "model.deferred_init", (False,), "weights are read after sharding"),
+    Rule("model.quantize", "adapter.name", ("lora",), "packed weights do not train"),
+    Rule("model.quantize", "adapter.parameters", ([],), "packed weights have no sum"),
+    Rule(
+        "model.quantize",
+        "model.target",
+        (None, "colotrain.models.llm:LLM"),
+        "weights are packed as they are read",
+        "give the model's directory as model.hf",
+    ),
+    *rules("model.quantize", {"mesh.tp": 1}, "blocks of a weight are not divided by its inputs"),
+    *rules("model.quantize", {"train.compile": False}),
     *rules(PAIRS, OWN, "the objective has its own"),
     Rule(PAIRS, "train.on_nonfinite", ("stop", "skip")),
     Rule(PAIRS, "data.target", (None,), "pairs come from files (data.path)"),

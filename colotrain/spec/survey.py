@@ -28,6 +28,15 @@ class ParameterInfo:
     aliases: tuple[str, ...] = ()
     group: str = ""
     """Name of the block it is gathered with; empty for the root group."""
+    is_cast: bool = True
+    """Whether it is gathered in the compute dtype; whole numbers, as of packed blocks, are not."""
+    num_weights: int | None = None
+    """Numbers of the model that it stands for, where it is packed; None: its own."""
+
+    @property
+    def counted(self) -> int:
+        """Numbers of the model that it has."""
+        return self.numel if self.num_weights is None else self.num_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

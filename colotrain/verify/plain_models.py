@@ -14,6 +14,7 @@ from colotrain.models import adapters, huggingface
 from colotrain.models.loading import WHOLE
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import TorchDispatchMode, name_of, uncompiled_
+from colotrain.verify import quantized
 from colotrain.verify.adapters import compute_plainly_
 
 DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "random_")
@@ -29,6 +30,8 @@ def build_plain(plan: ModelPlan, *, seed: int) -> nn.Module:
             model = _initialised(plan, seed)
         else:
             model = _made(plan)
+    if plan.quantize is not None:
+        quantized.round_(model, plan.quantize)
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
         adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)

@@ -31,6 +31,7 @@ from colotrain.events.kinds import CaseDone, Evaluation, Step, WorkerFinished, W
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
+from colotrain.verify import quantized
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.trajectory import Trajectory, save
 
@@ -132,7 +133,8 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
     begins = {view.name: view.begin for view in gradients.read(model)}
     held = module_tree.named_parameters(model)
     own = {n: p for n, p in held if not p.is_meta}  # others: on another stage
-    return _gather({n: (begins[n], local_part(p)) for n, p in own.items()})
+    gathered = _gather({n: (begins[n], local_part(p)) for n, p in own.items()})
+    return quantized.with_weights(model, gathered)
 
 
 Index = tuple[int, ...]
@@ -196,5 +198,5 @@ def trajectory_of(case: RunDir, recorder: Recorder, run: Run, attempts: list[int
         gradients=recorder.gradients,
         parameters=recorder.parameters,
         optimizer_steps=run.optimizer.steps,
-        frozen=frozenset(run.sharded.parts.frozen),
+        frozen=quantized.without_scales(run.sharded.module, frozenset(run.sharded.parts.frozen)),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from colotrain import module_tree
+from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import FreezePlan, matches
 
 BY_MODEL = "requires_grad"
@@ -27,10 +28,23 @@ def freeze_(model: nn.Module, freeze: FreezePlan, *, step: int = 0) -> dict[str,
     reasons: dict[str, str] = {}
     for parameter, known_as in names_of(model).items():
         reason = _reason(known_as, parameter, freeze, step)
+        if reason is None and not (parameter.is_floating_point() or parameter.is_complex()):
+            raise _cannot_train(known_as[0], parameter)
         parameter.requires_grad = reason is None  # a lazy parameter has no requires_grad_()
         if reason is not None:
             reasons[known_as[0]] = reason
     return reasons
+
+
+def _cannot_train(name: str, parameter: nn.Parameter) -> ConfigError:
+    """Return the problem of a pattern that lets whole numbers train, as those of packed blocks."""
+    problem = Problem(
+        key="freeze.except",
+        value=name,
+        expected=f"parameters that can train (this one is {parameter.dtype}: packed, or a code)",
+        fix="leave it out of freeze.except and freeze.unfreeze, or set model.quantize=null",
+    )
+    return ConfigError([problem])
 
 
 def _reason(

@@ -47,6 +47,7 @@ from colotrain.models.loading import (
     leaves_init_uncalled,
 )
 from colotrain.models.objective import attach_, kept_of
+from colotrain.models.quantized.layers import num_weights
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
@@ -80,6 +81,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     groups = {
         id(p): name for name, block in find_blocks(module) for p in module_tree.parameters(block)
     }
+    weights = num_weights(module)
     parameters = tuple(
         ParameterInfo(
             name=name,
@@ -89,6 +91,8 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
             frozen_by=frozen.get(name),
             aliases=aliases[name],
             group=groups.get(id(parameter), ""),
+            is_cast=parameter.is_floating_point(),
+            num_weights=weights.get(id(parameter)),
         )
         for name, parameter in module_tree.named_parameters(module)
     )
@@ -269,7 +273,8 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
     own = getattr(module, "flops_per_token", None)
     if callable(own):
         return float(own(seq_len))
-    return 6.0 * sum(parameter.numel() for parameter in module_tree.parameters(module))
+    weights = num_weights(module)
+    return 6.0 * sum(weights.get(id(p), p.numel()) for p in module_tree.parameters(module))
 
 
 def trace_micro_batch(

@@ -1,0 +1,1 @@
+"""Frozen linear layers that hold packed blocks instead of a weight."""

@@ -1,0 +1,83 @@
+"""Weights that layers with packed blocks compute with, in plain torch, for one process.
+
+Written apart from `models.quantized`: each number is compared with all values that a block can
+have, and codes are taken out of bytes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.models.quantized.layers import QuantizedLinear
+
+BLOCKS_AT_ONCE = 1024
+NF4_BLOCK = 64
+NF4_VALUES = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+
+
+def _round_nf4(weight: Tensor) -> Tensor:
+    """Each number, over the largest of its 64, becomes the nearest of 16 values."""
+    flat = weight.flatten()
+    padded = torch.cat([flat, flat.new_zeros(-len(flat) % NF4_BLOCK)])
+    rounded = []
+    for block in padded.view(-1, NF4_BLOCK).split(BLOCKS_AT_ONCE):
+        largest = block.abs().max(1, keepdim=True).values
+        shares = block * (1.0 / largest.clamp_min(1e-38))
+        distances = (shares.double()[:, :, None] - NF4_VALUES.double()).abs()
+        rounded.append(NF4_VALUES[distances.argmin(2)] * largest)
+    return torch.cat(rounded).flatten()[: len(flat)].view_as(weight)
+
+
+def _read_nf4(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Numbers of blocks whose bytes have the first of two codes in their upper half."""
+    found = torch.empty(len(codes), NF4_BLOCK)
+    found[:, 0::2] = NF4_VALUES[codes.long() // 16]
+    found[:, 1::2] = NF4_VALUES[codes.long() % 16]
+    found *= scales.clone().view(torch.float32)
+    return found.flatten()[: shape[0] * shape[1]].view(shape)
+
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _round_nf4}
+"""Value of `model.quantize` → the weight that the blocks of a float32 weight stand for."""
+READ: dict[str, Callable[[Tensor, Tensor, tuple[int, int]], Tensor]] = {"nf4": _read_nf4}
+"""Value of `model.quantize` → the weight of a shape that codes and scales stand for."""
+
+
+def round_(model: nn.Module, name: str) -> None:
+    """Round the weights of the linear layers that a run packs: all but head and tied ones."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else getattr(model, "head", None)
+    last = list(model.named_parameters())[-1][1]
+    with torch.no_grad():
+        for layer in (m for m in model.modules() if type(m) is nn.Linear and m is not head):
+            owners = [n for n, p in known.items() if p is layer.weight]
+            if len(owners) == 1 and layer.weight is not last:
+                layer.weight.copy_(ROUND[name](layer.weight.float()))
+
+
+def with_weights(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `values` of parameters by name, with weights in place of codes and scales."""
+    found = dict(values)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear) and f"{name}.weight" in found:
+            codes, scales = found[f"{name}.weight"], found.pop(f"{name}.absmax")
+            read, shape = READ[layer.scheme.name], (layer.out_features, layer.in_features)
+            found[f"{name}.weight"] = read(codes, scales, shape).to(layer.whole_dtype)
+    return found
+
+
+def without_scales(model: nn.Module, names: frozenset[str]) -> frozenset[str]:
+    """Return names of parameters without those of scales, which one process does not have."""
+    layers = (name for name, m in model.named_modules() if isinstance(m, QuantizedLinear))
+    return names - {f"{name}.absmax" for name in layers}

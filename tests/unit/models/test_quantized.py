@@ -1,0 +1,174 @@
+"""Packed blocks: bit for bit those of bitsandbytes, the same however they are divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colotrain.engine.model.freezing import freeze_
+from colotrain.errors import ConfigError
+from colotrain.export.reader import ROUNDED
+from colotrain.models.adapters import features
+from colotrain.models.loading import build, build_whole
+from colotrain.models.quantized.filling import packed_rows
+from colotrain.models.quantized.layers import dequantize_, quantized_layers
+from colotrain.models.quantized.schemes import SCHEMES
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plan import AdapterPlan, FreezePlan, ModelPlan
+from colotrain.verify import quantized as reference
+
+LLM = {"vocab_size": 32, "d_model": 24, "num_layers": 2, "num_heads": 2, "d_hidden": 40}
+LORA = AdapterPlan(rank=3, alpha=6.0, targets=("query", "down"))
+SCALES = [2.34375, 1.5625, 0.78125]
+CODES = bytes.fromhex(
+    "04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29f3b05d18e2af4c16d18e3b04c17e29f3b05d17e"
+    "2af4c06d18e2a04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29"
+)
+"""quantize_4bit of bitsandbytes 0.50.2 for `numbers()`, blocksize 64, nf4."""
+
+
+def numbers() -> Tensor:
+    n = torch.arange(150)
+    return (((n * 37) % 101 - 50) * (3 - n // 64) / 64).view(10, 15)
+
+
+def llm(scheme: str | None = "nf4", **changes: Any) -> ModelPlan:
+    adapter = changes.pop("adapter", LORA)
+    args = LLM | changes
+    return ModelPlan(target="colotrain.models.llm:LLM", args=args, adapter=adapter, quantize=scheme)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: layer.whole() for name, layer in quantized_layers(model).items()}
+
+
+def test_blocks_are_those_of_bitsandbytes() -> None:
+    packed = SCHEMES["nf4"].packed(numbers(), 15)
+    assert bytes(packed.codes.flatten().tolist())[: len(CODES)] == CODES
+    assert packed.scales.view(torch.float32).flatten().tolist() == SCALES
+
+
+@pytest.mark.parametrize("shape", [(300, 130), (64, 64), (33, 7), (1, 1)])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_three_ways_to_read_a_weight_agree(name: str, shape: tuple[int, int]) -> None:
+    """The engine's, that of `verify`, and that of the process that checks exports."""
+    weight, scheme = torch.randn(shape), SCHEMES[name]
+    weight[0] = 0.0
+    packed = scheme.packed(weight, shape[1])
+    found = scheme.unpacked(packed, *shape)
+    assert torch.equal(found, reference.ROUND[name](weight))
+    assert torch.equal(found, reference.READ[name](*packed, shape))
+    assert torch.equal(found, ROUNDED[name](weight))
+    assert torch.equal(scheme.packed(found, shape[1]).codes, packed.codes)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_ranks_blocks_are_those_of_the_whole_weight(name: str, tmp_path: Path) -> None:
+    model = build(llm(name, d_model=24, d_hidden=37), seed=0)
+    layer = quantized_layers(model)["blocks.0.mlp.up"]
+    weight = torch.randn(layer.out_features, layer.in_features)
+    source: Any = _Rows(weight)
+    whole = layer.scheme.packed(weight, layer.in_features)
+    for begin in range(0, len(whole.codes), 5):
+        num = min(5, len(whole.codes) - begin)
+        own = packed_rows(layer, source, source, begin=begin, num=num)
+        for found, wanted in zip(own, whole, strict=True):
+            assert torch.equal(found, wanted[begin : begin + num])
+    assert source.most < len(weight)
+
+
+class _Rows:
+    """A tensor in files, and the most rows that were read at once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.most = tensor, 0
+
+    def rows(self, _: object, start: int, count: int) -> Tensor:
+        self.most = max(self.most, count)
+        return self.tensor[start : start + count]
+
+
+def test_the_head_tied_layers_and_adapters_keep_their_weights() -> None:
+    own = {f"attention.{name}" for name in ("query", "key", "value", "output")}
+    own |= {f"mlp.{name}" for name in ("gate", "up", "down")}
+    wanted = {f"blocks.{index}.{name}" for index in range(2) for name in own}
+    for ties in (False, True):
+        model = build(llm(tie_embeddings=ties), seed=0)
+        assert quantized_layers(model).keys() == wanted
+        assert all(features(layer) is not None for layer in quantized_layers(model).values())
+
+
+def test_gradients_are_those_of_a_plain_layer_and_no_weight_is_kept_for_them() -> None:
+    packed, plain = (build_whole(llm(), seed=0) for _ in range(2))
+    dequantize_(plain)
+    ids, kept = torch.randint(32, (2, 9)), list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed(ids).square().sum().backward()
+    plain(ids).square().sum().backward()
+    wanted = dict(plain.named_parameters())
+    for name, parameter in packed.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, wanted[name].grad), name
+    shapes = {tuple(layer.shape) for layer in weights(packed).values()}
+    assert not any(tuple(tensor.shape) in shapes for tensor in kept)
+
+
+def test_initial_weights_are_rounded_ones_of_the_model_without_blocks() -> None:
+    whole = dict(build_whole(llm(None), seed=3).named_parameters())
+    for name, found in weights(build_whole(llm(), seed=3)).items():
+        wanted = reference.ROUND["nf4"](whole[f"{name}.weight"])
+        assert torch.equal(found, wanted), name
+        assert 0 < F.mse_loss(found, whole[f"{name}.weight"]).sqrt() < 0.02 * 0.15
+
+
+def test_a_layer_whose_model_casts_inputs_to_its_weights_dtype_is_refused() -> None:
+    layer = quantized_layers(build_whole(llm(), seed=0))["blocks.0.mlp.up"]
+    with pytest.raises(Exception, match=r"model\.quantize=nf4: a layer gets torch\.uint8"):
+        layer(torch.ones(1, 24).to(layer.weight.dtype))
+
+
+def test_what_is_packed_cannot_train() -> None:
+    with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.up\.weight.*packed"):
+        freeze_(build(llm(), seed=0), FreezePlan(except_=("*.up.weight",)))
+    whole = replace(llm(), adapter=None)
+    with pytest.raises(ConfigError, match="whose weights are frozen"):
+        build(whole, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("adapter.name=null", "adapter.name"),
+        ("model.target=mine:Model", "model.target"),
+        ("mesh.tp=2", "mesh.tp"),
+        ("train.compile=true", "train.compile"),
+    ],
+)
+def test_what_cannot_be_combined_is_a_rule(setting: str, key: str) -> None:
+    words = ["recipe=llm-tiny", "model.quantize=nf4", "adapter.name=lora"]
+    with pytest.raises(ConfigError) as caught:
+        plan_from([*words, "adapter.targets=[query]", setting], here=False)
+    assert key in {problem.key for problem in caught.value.problems}
+
+
+def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match="nf4"):
+        plan_from(["recipe=llm-tiny", "model.quantize=nf5"])
+
+
+def test_scales_of_bytes_survive_any_cast() -> None:
+    packed = SCHEMES["nf4"].packed(numbers(), 15)
+    assert {tensor.dtype for tensor in packed} == {torch.uint8}
+    rounded = SCHEMES["nf4"].unpacked(packed, 10, 15, torch.bfloat16)
+    assert torch.equal(rounded, SCHEMES["nf4"].unpacked(packed, 10, 15).bfloat16())
