@@ -118,7 +118,8 @@ def prepare(
     start = StartingPoint.choose(plan, rundir, events)
     import_targets(plan)
     data = open_loaders(plan, rank, rundir)
-    building, targets = build_sharded(plan, rundir, start, data, events)
+    beat = partial((heartbeat or HeartbeatWriter()).beat, 0, Phase.START)
+    building, targets = build_sharded(plan, rundir, start, data, events, beat=beat)
     run = assemble(building, data, targets, start, device, events, stop, heartbeat)
     precompute(run)
     copy = plan.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
@@ -136,6 +137,8 @@ def build_sharded(
     start: StartingPoint,
     data: tuple[BatchLoader, BatchLoader | None],
     events: EventWriter,
+    *,
+    beat: Callable[[], None],
 ) -> tuple[Build, tuple[float, dict[str, Tensor]]]:
     """Build the model and shard it; also returns a step's targets, and the samples that tell them.
 
@@ -154,6 +157,7 @@ def build_sharded(
             first_samples, plan, trial or {}, data[0], most=NUM_FORWARDS, enough=NUM_FORWARDS
         ),
         tell=lambda text: events.write(Note(text=text)),
+        beat=beat,
         step=start.step,
         given=start.names_to_restore(plan),
     )

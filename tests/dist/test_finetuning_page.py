@@ -19,13 +19,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "finetuning.md"
 def test_the_page_can_be_followed(colotrain: Colotrain) -> None:
     follower = Follower(colotrain, PAGE, colotrain.cwd)
     follower.follow()
-    assert len(follower.ran) == 13
+    assert len(follower.ran) == 17
 
     def load(name: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(colotrain.cwd / name)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(colotrain.cwd / "all-hf")
-    for name in ("all-hf", "lora-merged", "chat-hf"):
+    for name in ("all-hf", "lora-merged", "chat-hf", "qlora-merged"):
         ids = tokenizer("def train(", return_tensors="pt")["input_ids"]
         assert load(name).generate(ids, max_new_tokens=4, do_sample=False).shape[1] == 14
     assert str(load("lora-merged").dtype) == "torch.bfloat16"

@@ -67,6 +67,8 @@ class Build:
     """On rank 0: reads samples for forwards that look at values."""
     tell: Callable[[str], None]
     """Writes a note for the user."""
+    beat: Callable[[], None] = lambda: None
+    """Tells the launcher that this rank is at work, after each parameter that got its values."""
     step: int = 0
     """Step of the state that the run goes on from."""
     given: Set[str] = frozenset()
@@ -230,6 +232,11 @@ def fill(build: Build) -> None:
         if shared_parameters is not None:
             shared_parameters.populate()
 
+    def release(tensor: Tensor) -> None:
+        build.beat()
+        if tiers is not None:
+            tiers.release(tensor)
+
     uses_disk = tiers is not None and tiers.placement.uses_disk
     has_room = plan.cluster.device != "cpu" and not uses_disk  # the host holds less than later
     materialise_(
@@ -237,7 +244,7 @@ def fill(build: Build) -> None:
         device=plan.cluster.device,
         seed=plan.train.seed,
         allocate=allocate,
-        release=tiers.release if tiers is not None else lambda tensor: None,
+        release=release,
         given=build.given,
         ahead_bytes=AHEAD_BYTES * plan.cluster.threads_per_rank if has_room else 0,
     )

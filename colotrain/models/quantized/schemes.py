@@ -79,7 +79,8 @@ class Scheme:
         block = self.block_of(inputs)
         each = max(CHUNK_NUMEL // block, 1)
         found = packed.codes.new_empty((len(packed.codes), block), dtype=dtype)
-        for at in range(0, len(found), each):
+        # without values one chunk shows what all of them allocate
+        for at in range(0, each if found.is_meta else len(found), each):
             part = Packed(*(tensor[at : at + each] for tensor in packed))
             found[at : at + each] = self.unpack(part)
         return found.view(-1)[: outputs * inputs].view(outputs, inputs)
