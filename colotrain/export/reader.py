@@ -159,7 +159,13 @@ def rounded_nf4(weight: Tensor) -> Tensor:
     return (nearest * largest).flatten()[: len(flat)].view_as(weight)
 
 
-ROUNDED = {"nf4": rounded_nf4}
+def rounded_int8(weight: Tensor) -> Tensor:
+    """The weight in 127ths of the largest number of each row."""
+    largest = weight.abs().amax(1, keepdim=True)
+    return (weight * (127.0 / largest.clamp(min=1e-30))).round() * (largest / 127.0)
+
+
+ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8}
 
 
 def round_(base: Any, quantized: dict[str, Any] | None) -> None:

@@ -47,9 +47,28 @@ def _read_nf4(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     return found.flatten()[: shape[0] * shape[1]].view(shape)
 
 
-ROUND: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _round_nf4}
+def _round_int8(weight: Tensor) -> Tensor:
+    """Each number becomes a whole number of 127ths of the largest in its row."""
+    rounded = torch.empty_like(weight)
+    for index, row in enumerate(weight):
+        largest = row.abs().max()
+        parts = torch.round(row * (127.0 / torch.clamp_min(largest, 1e-30)))
+        rounded[index] = parts * (largest / 127.0)
+    return rounded
+
+
+def _read_int8(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Numbers of rows whose bytes are whole numbers in two's complement."""
+    signed = codes.float() - 256.0 * (codes > 127)
+    return (signed * (scales.clone().view(torch.float32) / 127.0)).view(shape)
+
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _round_nf4, "int8": _round_int8}
 """Value of `model.quantize` → the weight that the blocks of a float32 weight stand for."""
-READ: dict[str, Callable[[Tensor, Tensor, tuple[int, int]], Tensor]] = {"nf4": _read_nf4}
+READ: dict[str, Callable[[Tensor, Tensor, tuple[int, int]], Tensor]] = {
+    "nf4": _read_nf4,
+    "int8": _read_int8,
+}
 """Value of `model.quantize` → the weight of a shape that codes and scales stand for."""
 
 

@@ -38,6 +38,18 @@ def test_verify_compares_with_plain_torch_on_whole_weights(tuned: Colotrain, kin
 
 
 @pytest.mark.slow
+def test_verify_and_exports_of_whole_numbers(tuned: Colotrain) -> None:
+    words = (*OF_LLAMA, "model.quantize=int8", "train.max_steps=2")
+    options = ("--world-sizes", "2", "--plugins", "zero2,zero3", "--accumulation", "2", "--json")
+    result = tuned("verify", *words, *options)
+    assert result.code == 0, result.out + result.err
+    tuned.run(*words, "plugin=zero3", "name=rows")
+    for flags in ((), ("--adapter",)):
+        result = tuned("export", "rows", "--to", f"out{len(flags)}", *flags, "--check")
+        assert result.code == 0, result.out + result.err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [("train.precision=bf16",), ("train.precision=fp16",), ("mesh.cp=2",), ("mesh.pp=2",)]
 )

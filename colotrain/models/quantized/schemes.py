@@ -26,6 +26,8 @@ NF4 = (
 """The 16 values of 4-bit NormalFloat (Dettmers et al. 2023, appendix E), as in bitsandbytes."""
 LEAST = 1e-38
 """Least divisor, for blocks of zeros."""
+LEAST_OF_ROWS = 1e-30
+"""The same where 127 is divided, which must stay finite in float32."""
 CHUNK_NUMEL = 1 << 20
 """Numbers that are unpacked at once; what their codes need as indices is freed with each chunk."""
 
@@ -124,6 +126,17 @@ def _unpack_nf4(packed: Packed) -> Tensor:
     return F.embedding(packed.codes.int(), pairs).flatten(1) * _floats(packed.scales)
 
 
+def _pack_int8(rows: Tensor) -> Packed:
+    """Each number becomes the nearest of 255 even shares of its row's largest absolute one."""
+    absmax = rows.abs().amax(1, keepdim=True)
+    codes = (rows * (127.0 / absmax.clamp(min=LEAST_OF_ROWS))).round().clamp(-127, 127)
+    return Packed(codes.to(torch.int8).view(torch.uint8), _bytes(absmax))
+
+
+def _unpack_int8(packed: Packed) -> Tensor:
+    return packed.codes.view(torch.int8).float() * (_floats(packed.scales) / 127.0)
+
+
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
@@ -134,6 +147,14 @@ SCHEMES = {
             scale_bytes=4,
             pack=_pack_nf4,
             unpack=_unpack_nf4,
+        ),
+        Scheme(
+            name="int8",
+            block=None,
+            code_bits=8,
+            scale_bytes=4,
+            pack=_pack_int8,
+            unpack=_unpack_int8,
         ),
     )
 }

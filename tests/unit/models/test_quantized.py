@@ -33,6 +33,12 @@ CODES = bytes.fromhex(
 """quantize_4bit of bitsandbytes 0.50.2 for `numbers()`, blocksize 64, nf4."""
 
 
+ROW_OF_INT8 = [-127, -33, 61, -102, -8, 86, -76, 18, 112, -51, 43, -119, -25, 69, -94]
+SCALE_OF_INT8 = 2.34375
+MOST_ROUNDED = {"nf4": 0.16, "int8": 0.0041}
+"""Half of the largest distance of two values, over the largest value."""
+
+
 def numbers() -> Tensor:
     n = torch.arange(150)
     return (((n * 37) % 101 - 50) * (3 - n // 64) / 64).view(10, 15)
@@ -66,6 +72,8 @@ def test_three_ways_to_read_a_weight_agree(name: str, shape: tuple[int, int]) ->
     assert torch.equal(found, reference.READ[name](*packed, shape))
     assert torch.equal(found, ROUNDED[name](weight))
     assert torch.equal(scheme.packed(found, shape[1]).codes, packed.codes)
+    largest = weight.abs().max().item()
+    assert (found - weight).abs().max().item() <= largest * MOST_ROUNDED[name]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -124,6 +132,13 @@ def test_gradients_are_those_of_a_plain_layer_and_no_weight_is_kept_for_them() -
     assert not any(tuple(tensor.shape) in shapes for tensor in kept)
 
 
+def test_rows_of_whole_numbers_are_those_of_bitsandbytes() -> None:
+    """int8_vectorwise_quant of bitsandbytes 0.50.2, of the same numbers in float16."""
+    packed = SCHEMES["int8"].packed(numbers(), 15)
+    assert packed.codes.view(torch.int8)[0].tolist() == ROW_OF_INT8
+    assert packed.scales.view(torch.float32).flatten()[:1].tolist() == [SCALE_OF_INT8]
+
+
 def test_initial_weights_are_rounded_ones_of_the_model_without_blocks() -> None:
     whole = dict(build_whole(llm(None), seed=3).named_parameters())
     for name, found in weights(build_whole(llm(), seed=3)).items():
@@ -163,7 +178,7 @@ def test_what_cannot_be_combined_is_a_rule(setting: str, key: str) -> None:
 
 
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="nf4"):
+    with pytest.raises(ConfigError, match=r"nf4.*int8"):
         plan_from(["recipe=llm-tiny", "model.quantize=nf5"])
 
 
