@@ -255,7 +255,7 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
             raise _remote_code(folder) from error
         raise wrong(folder, f"a config.json that transformers reads ({error})") from error
     if any(getattr(part, "quantization_config", None) for part in _parts(config)):
-        fix = "give the directory of the model before it was quantized"
+        fix = "give the directory from before that; model.quantize packs its weights as it is read"
         raise wrong(folder, "weights that are not quantized", fix)
     _change_(config, args, "model.args")
     return config

@@ -53,7 +53,7 @@ def _round_int8(weight: Tensor) -> Tensor:
     for index, row in enumerate(weight):
         largest = row.abs().max()
         parts = torch.round(row * (127.0 / torch.clamp_min(largest, 1e-30)))
-        rounded[index] = parts * (largest / 127.0)
+        rounded[index] = (parts + 0.0) * (largest / 127.0)  # a whole number has no -0
     return rounded
 
 

@@ -76,6 +76,9 @@ def test_a_run_resumes_and_its_exports_are_what_was_trained(tuned: Colotrain) ->
     tuned.run(*words, "plugin=zero3", "name=half", "train.max_steps=2")
     rest = tuned.resume("half", "train.max_steps=4", "plugin=gemini")
     assert losses(rest) == pytest.approx(whole, abs=1e-6)
+    other = tuned("resume", "half", "train.max_steps=5", "model.quantize=int8")
+    assert other.code == 2
+    assert "began with another model" in other.err
     for flags in ((), ("--adapter",)):
         to = "adapter" if flags else "merged"
         result = tuned("export", "half", "--to", to, *flags, "--check", "--json")

@@ -326,7 +326,8 @@ def began_with(run: Run) -> dict[str, Any]:
     model = run.plan.model
     files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
     seed = None if model.hf else run.plan.train.seed
-    return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
+    settings = {"target": model.target, "args": model.args, "quantize": model.quantize}
+    return to_plain({**settings, "files": files, "seed": seed})
 
 
 def _without_skipped(
