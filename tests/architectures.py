@@ -243,6 +243,7 @@ def images(config: Any, count: int) -> list[dict[str, Tensor]]:
 
 SAMPLES = {
     "causal language modelling": causal,
+    "image-text to text": causal,
     "sequence-to-sequence language modelling": sequences,
     "masked language modelling": hidden,
     "sequence classification": classes,

@@ -78,7 +78,7 @@ class Family:
         """The directory as transformers itself loads it; all of its weights must be there."""
         import transformers
 
-        if self in MIXTURES:
+        if self in MIXTURES or self.kind == "llama4":
             settings["experts_implementation"] = "eager"  # the fast one has no float64
         of_file = getattr(transformers, self.architecture).from_pretrained
         model, info = of_file(folder, output_loading_info=True, **settings)
@@ -130,6 +130,155 @@ MIXTURES = (
         args=BALANCED,
     ),
 )
+LANGUAGE = {**GROUPED, "model_type": "llama"}
+SIGHT = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "image_size": 16, "patch_size": 4},
+}
+QWEN_SIGHT = {
+    **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4},
+    "out_hidden_size": 32,
+}
+IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+"""Rotary positions of time, height and width."""
+INTERLEAVED = {**IN_THREE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+QWEN_MARKS = {
+    **{"image_token_id": 255, "video_token_id": 254},
+    **{"vision_start_token_id": 253, "vision_end_token_id": 252},
+}
+IMAGE_TEXT = (
+    Family(
+        "Gemma 3, image-text",
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {
+            **{"text_config": GROUPED, "vision_config": {**SIGHT, "vision_use_head": False}},
+            **{"mm_tokens_per_image": 4, "image_token_index": 255},
+            **{"boi_token_index": 254, "eoi_token_index": 253},
+        },
+    ),
+    Family(
+        "Gemma 4, image-text",
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        {
+            "text_config": {
+                **{**GROUPED, "vocab_size_per_layer_input": VOCAB},
+                **{"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+            },
+            "vision_config": SIGHT,
+        },
+    ),
+    Family(
+        "Qwen2.5-VL",
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        {
+            "text_config": {**GROUPED, "rope_parameters": IN_THREE},
+            "vision_config": {**QWEN_SIGHT, "window_size": 16, "fullatt_block_indexes": [1]},
+            **QWEN_MARKS,
+        },
+    ),
+    Family(
+        "Qwen3-VL",
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        {
+            "text_config": {**GROUPED, "rope_parameters": INTERLEAVED},
+            "vision_config": {
+                **{**QWEN_SIGHT, "num_position_embeddings": 16},
+                "deepstack_visual_indexes": [0, 1],
+            },
+            **QWEN_MARKS,
+        },
+    ),
+    Family(
+        "Qwen3.5, image-text",
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        {
+            "text_config": {
+                **{**GROUPED, "num_hidden_layers": 4, "rope_parameters": INTERLEAVED},
+                **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+                **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+                "full_attention_interval": 2,
+            },
+            "vision_config": {
+                **{**QWEN_SIGHT, "num_position_embeddings": 16},
+                "deepstack_visual_indexes": [],
+            },
+            **QWEN_MARKS,
+        },
+    ),
+    Family(
+        "Mistral 3",
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {
+            "text_config": {**GROUPED, "model_type": "mistral"},
+            "vision_config": {**SIGHT, "model_type": "pixtral", "head_dim": 8},
+            **{"image_token_index": 255, "spatial_merge_size": 2},
+        },
+    ),
+    Family(
+        "Llama 4",
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        {
+            "text_config": {
+                **{**GROUPED, "intermediate_size_mlp": 48, "num_local_experts": 4},
+            },
+            "vision_config": {
+                **{**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5},
+                **{"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+            },
+            **{"image_token_index": 255, "boi_token_index": 254, "eoi_token_index": 253},
+        },
+    ),
+    Family(
+        "SmolVLM",
+        "SmolVLMForConditionalGeneration",
+        "smolvlm",
+        {"text_config": LANGUAGE, "vision_config": SIGHT, "image_token_id": 255, "scale_factor": 2},
+    ),
+    Family(
+        "LLaVA",
+        "LlavaForConditionalGeneration",
+        "llava",
+        {
+            "text_config": LANGUAGE,
+            "vision_config": {**SIGHT, "model_type": "clip_vision_model", "projection_dim": 32},
+            "image_token_index": 255,
+        },
+    ),
+    Family(
+        "InternVL",
+        "InternVLForConditionalGeneration",
+        "internvl",
+        {
+            "text_config": {**GROUPED, "model_type": "qwen2"},
+            "vision_config": {**SIGHT, "image_size": [16, 16], "patch_size": [4, 4]},
+            "image_token_id": 255,
+        },
+    ),
+    Family(
+        "LFM2-VL",
+        "Lfm2VlForConditionalGeneration",
+        "lfm2_vl",
+        {
+            "text_config": {
+                **{**GROUPED, "model_type": "lfm2", "block_auto_adjust_ff_dim": False},
+                "layer_types": ["conv", "full_attention", "conv"],
+            },
+            "vision_config": {
+                **{**SIGHT, "model_type": "siglip2_vision_model", "num_patches": 16},
+                "vision_use_head": False,
+            },
+            **{"image_token_id": 255, "projector_hidden_size": 32},
+        },
+    ),
+)
+"""Models of images and text, which text alone trains here."""
 OTHERS = (
     Family("BERT", "BertForMaskedLM", "bert", BERT, "masked"),
     Family("RoBERTa", "RobertaForMaskedLM", "roberta", BERT, "masked"),
@@ -158,7 +307,7 @@ OTHERS = (
     Family("BART", "BartForConditionalGeneration", "bart", BART, "pairs"),
     Family("ViT", "ViTForImageClassification", "vit", VISION, "images"),
 )
-FAMILIES = (*CAUSAL, *MIXTURES, *OTHERS)
+FAMILIES = (*CAUSAL, *MIXTURES, *IMAGE_TEXT, *OTHERS)
 
 
 def generator() -> torch.Generator:

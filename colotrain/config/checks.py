@@ -24,6 +24,7 @@ from colotrain.rundir import RUNS
 from colotrain.schedulers import slurm_settings
 from colotrain.schedulers.registry import SCHEDULERS
 from colotrain.spec import objectives
+from colotrain.spec.hub import is_hub_name
 from colotrain.spec.observing import TRACKERS
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.ranges import ABOVE_ZERO, SHARE, Range, at_least
@@ -161,7 +162,8 @@ def _check_range(key: str, value: Any) -> Iterator[Problem]:
 
 def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     model = settings.model
-    if model.hf is not None and not Path(model.hf).expanduser().is_dir():
+    folder = Path(model.hf or "").expanduser()
+    if model.hf is not None and not folder.is_dir() and not is_hub_name(model.hf):
         expected, fix = "a model directory that exists", f"correct the path (now in {Path.cwd()})"
         yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)
     if model.target is not None or model.hf is not None or not is_whole:

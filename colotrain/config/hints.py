@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from colotrain.errors import Problem
 
@@ -120,7 +118,6 @@ VALUES = {
     },
 }
 """Key → lower-case value → what to write instead."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def hinted(problems: Iterable[Problem]) -> list[Problem]:
@@ -133,6 +130,4 @@ def _hint(problem: Problem) -> str | None:
     key, value = problem.key, str(problem.value)
     if problem.expected == "a known key":
         return KEYS.get(key.rpartition(".")[2])
-    if key == "model.hf" and HUB_ID.fullmatch(value) and not Path(value).parent.is_dir():
-        return f"names are not downloaded: give a directory, as `hf download {value}` leaves it"
     return VALUES.get(key, {}).get(value.lower().replace(" ", "_"))

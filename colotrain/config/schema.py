@@ -88,7 +88,10 @@ class Model(CommonModel):
     target: str | None = field(default=None, metadata=after(""))
     """`package.module:callable` that returns an nn.Module."""
     hf: str | None = field(default=None, metadata=after("target"))
-    """A Hugging Face model directory (config.json and safetensors); the extra `hf` reads it."""
+    """A Hugging Face model directory (config.json and safetensors), or a name of the Hub, whose
+    files are downloaded where its cache lacks them; the extra `hf` reads it."""
+    revision: str | None = field(default=None, metadata=after("hf"))
+    """Branch, tag or commit of the names of the Hub; null: their main branch."""
     tokens: list[str] = field(default_factory=list)
     """Special tokens to add to the tokenizer. With `hf`, embedding and head get rows for those that
     have none: the mean of the others."""

@@ -348,10 +348,9 @@ def _is_causal(plan: RunPlan, kind: str) -> bool:
     """Whether the export has logits, and labels are shifted, as transformers' causal models do."""
     if plan.model.hf is None:
         return plan.model.target == llama.TARGET and kind != "own"
-    from colotrain.models.huggingface import build, task_in
-    from colotrain.models.huggingface_task import CAUSAL
+    from colotrain.models.huggingface import build, predicts_next
 
-    return task_in(build(plan.model)) is CAUSAL
+    return predicts_next(build(plan.model))
 
 
 def _inputs(row: dict[str, Tensor], *, labels: bool) -> dict[str, Tensor]:

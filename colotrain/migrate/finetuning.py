@@ -26,6 +26,7 @@ from colotrain.migrate.findings import (
     where,
     whole,
 )
+from colotrain.spec.hub import is_hub_name
 from colotrain.spec.objectives import OBJECTIVES
 from colotrain.spec.observing import TRACKERS
 from colotrain.spec.optimizers import OPTIMIZERS
@@ -94,6 +95,8 @@ LATER = asked("set data.validation_path to these files")
 
 
 def model(value: Any, _: Flat) -> Answer:
+    if is_hub_name(value):
+        return Answer(outcome="taken", settings={"model.hf": str(value)})
     return _folder(str(value), {"model.hf": str(value)}, "")
 
 

@@ -82,14 +82,14 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     else:
         architecture = _architecture_of(plan, config)
     task = task_of(_transformers(), config, architecture)
-    if not _gives_vectors(plan):
+    if task is None and not _gives_vectors(plan):
         _check_has_loss(folder, config, architecture)
     model = _construct(architecture, config, dtype, folder if loads else None)
     match_(model, _open(folder), folder)
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     facts_of(model).task = task
-    if task is CAUSAL:
+    if predicts_next(model):
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
         allow_division_(model, config)
@@ -108,6 +108,12 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
 def task_in(model: nn.Module) -> Task | None:
     """The task of a model that `build` made; None for any other, and for one without a known."""
     return facts_of(model).task
+
+
+def predicts_next(model: nn.Module) -> bool:
+    """Whether `build` made a model that predicts next tokens, whose loss is colotrain's."""
+    task = task_in(model)
+    return task is not None and task.predicts_next
 
 
 def fill_(

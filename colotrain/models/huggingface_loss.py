@@ -88,7 +88,7 @@ def shifted_loss(
 
 def balances_experts(model: Any) -> bool:
     """Whether the loss of the model has an auxiliary one for its routers."""
-    return bool(getattr(model.config, "output_router_logits", False))
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
 def find_balancing_loss_(model: nn.Module) -> bool:

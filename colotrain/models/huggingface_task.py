@@ -28,6 +28,8 @@ class Task:
     """What the labels are."""
     peft: str | None = None
     """PEFT's name of the task."""
+    predicts_next: bool = False
+    """Whether it is the prediction of next tokens, which text teaches."""
 
     @property
     def sample(self) -> str:
@@ -43,6 +45,16 @@ CAUSAL = Task(
     needs=("input_ids", "labels"),
     label_dims=1,
     labels="the next tokens, -100 for no target",
+    predicts_next=True,
+)
+IMAGE_TEXT = Task(
+    name="image-text to text",
+    peft="CAUSAL_LM",
+    registry="MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    needs=("input_ids", "labels"),
+    label_dims=1,
+    labels="the next tokens, -100 for no target",
+    predicts_next=True,
 )
 SEQUENCE_TO_SEQUENCE = Task(
     name="sequence-to-sequence language modelling",
@@ -68,6 +80,7 @@ QUESTION_ANSWERING = Task(
 TASKS = (
     CAUSAL,
     SEQUENCE_TO_SEQUENCE,
+    IMAGE_TEXT,
     MASKED,
     Task(
         name="sequence classification",
@@ -111,8 +124,11 @@ SEES_FUTURE_UNLESS: dict[str, tuple[str, Any]] = {
 OTHER_TARGETS = {
     "ProphetNetForCausalLM": "its loss is of several next tokens, smoothed",
     "CpmAntForCausalLM": "it sees all tokens of a sample",
+    "PaliGemmaForConditionalGeneration": "it sees all tokens of a text without images",
+    "DiffusionGemmaForBlockDiffusion": "it finds the hidden tokens of a block",
+    "PI0ForConditionalGeneration": "its loss is of a robot's actions",
 }
-"""Causal language models that do not learn to predict the next token from those before it."""
+"""Language models that do not learn to predict the next token from those before it."""
 WITHOUT_LOSS = "MODEL_MAPPING"
 """Name of transformers' mapping of architectures that compute no loss."""
 
@@ -124,7 +140,8 @@ def task_of(transformers: Any, config: Any, architecture: type) -> Task | None:
     """
     found = (t for t in TASKS if is_in(transformers, t.registry, config, architecture))
     named = (t for t in TASKS if architecture.__name__ in _names_in(transformers, t.registry))
-    return next(found, None) or next(named, None)
+    task = next(found, None) or next(named, None)
+    return None if task is IMAGE_TEXT and getattr(config, "is_encoder_decoder", False) else task
 
 
 def _names_in(transformers: Any, registry: str) -> set[str]:
@@ -155,7 +172,7 @@ def check_batch(task: Task, model: str, batch: Mapping[str, Tensor]) -> None:
 
 
 def check_predicts_next_token(transformers: Any, folder: Path, model: Any) -> None:
-    """Raise `ConfigError` for a causal model that sees the tokens that it is to predict."""
+    """Raise `ConfigError` for a language model that sees the tokens that it is to predict."""
     config, name = model.config, type(model).__name__
     if why := OTHER_TARGETS.get(name):
         expected = f"an architecture that predicts the next token ({name}: {why})"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from colotrain.config.adapter import plan_adapter
 from colotrain.config.checks import CODE, check, find_resume
@@ -50,6 +50,7 @@ from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import endless_evaluation, no_best
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan, Recovery
+from colotrain.spec.hub import hub_name
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
@@ -343,7 +344,9 @@ def _observe(observe: Observe) -> ObservePlan:
 def _default_name(settings: Config, plugin: str) -> str:
     """`llm-tiny-zero2-20260131-235959`."""
     model = settings.model
-    named = Path(model.hf).name if model.hf else cast(str, model.target).rpartition(":")[2]
+    named = (model.target or "").rpartition(":")[2]
+    if model.hf:
+        named = Path(hub_name(model.hf) or model.hf).name
     about = Path(settings.recipe).stem if settings.recipe else named
     return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -381,6 +384,7 @@ def _warnings(
     yield from _warnings_of_ranks(settings, context.scale, context.machine)
     yield from warn_of_data(settings, survey)
     yield from warn_of_new_rows(settings, survey)
+    yield from warn_of_unseen_images(plan.data, survey)
     yield from survey.remarks
     yield from of_loss
     yield from warn_of_batch_norms(survey, plan.batch)
@@ -487,6 +491,22 @@ def study_loss(
     if found.problem:
         raise ConfigError([Problem(**found.problem)])
     return found
+
+
+def warn_of_unseen_images(data: DataPlan, survey: Survey) -> Iterator[str]:
+    """Warning of modules that train, and of which text without images needs nothing."""
+    if data.source == "target":
+        return
+    begins = tuple(f"{name}." for name in survey.of_images)
+    trained = [p for p in survey.parameters if p.frozen_by is None and p.name.startswith(begins)]
+    if trained:
+        globs = ",".join(f"{name}.*" for name in survey.of_images)
+        numbers = sum(p.numel for p in trained)
+        yield (
+            f"text without images reaches none of {', '.join(survey.of_images)}: {numbers:,} "
+            f"numbers stay as they are; freeze.patterns=[{globs}] saves their gradients and "
+            "optimizer states"
+        )
 
 
 def warn_of_batch_norms(survey: Survey, batch: BatchPlan) -> Iterator[str]:

@@ -20,7 +20,7 @@ from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.smoke import shrink
 from colotrain.rundir import RunDir
-from colotrain.runs import trust
+from colotrain.runs import hub, trust
 from colotrain.runs.job import on_nodes
 from colotrain.schedulers.registry import scheduler_of
 from colotrain.show.console import stderr_console, tell
@@ -97,6 +97,7 @@ def resolve_config(
     host.check_open_files()
     notices, warnings, obstacles = list[str](), list[str](), list[str]()
     config, problems = compose(overrides, saved=saved, trusted=trusted, notices=notices)
+    problems += hub.with_folders_(config, notices)
     machine = this_machine()
     if job or (job is None and scheduler_of(config)):
         found = on_nodes(config, machine)

@@ -64,6 +64,8 @@ class Survey:
     """Whether it is a masked language model of transformers."""
     samples: str = ""
     """Entries of samples for that task."""
+    of_images: tuple[str, ...] = ()
+    """Modules of an image-text model that a text without images does not reach."""
     balances_experts: bool = False
     """Whether its loss has one for routers, which must not count padding."""
     batch_norms: tuple[str, ...] = ()

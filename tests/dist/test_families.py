@@ -23,6 +23,8 @@ DIFFERENT = (
     "Qwen3-MoE",
     "BERT",
     "Cohere",
+    "Qwen3-VL",
+    "Llama 4",
 )
 """One of each kind of architecture."""
 TRIED = chosen(FAMILIES, among=[f for f in FAMILIES if f.name in DIFFERENT])

@@ -83,7 +83,7 @@ RULES = {
         "spec events config data.prepare planner launch launch.server schedulers models data.read "
         "engine verify export doctor show",
         "psutil rich xxhash",
-        "torch numpy omegaconf fsspec",
+        "torch numpy omegaconf fsspec huggingface_hub",
     ),
     "cli": Rule("", "typer click rich psutil", "torch numpy omegaconf hydra"),
 }

@@ -24,8 +24,8 @@ from colotrain import module_tree
 from colotrain.engine.model.unchanged import unchanged
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.errors import Problem
-from colotrain.models.huggingface import task_in
-from colotrain.models.huggingface_task import CAUSAL, MASKED
+from colotrain.models.huggingface import predicts_next, task_in
+from colotrain.models.huggingface_task import MASKED
 from colotrain.models.llm import LLM
 from colotrain.models.objective import inputs_of, objective_of, output_of
 from colotrain.models.outputs import TargetRule, count_in, loss_in, pair_in
@@ -105,8 +105,8 @@ def notes_of(found: Findings) -> Iterator[str]:
 def copies_input(model: nn.Module, samples: Batch, rule: TargetRule) -> bool:
     """Whether each target is the input of its own position, in a model of next or hidden tokens."""
     inputs, labels = samples.get("input_ids"), samples.get(rule.entry)
-    task = task_in(model)
-    if task not in (None, CAUSAL, MASKED) or rule.shifted or inputs is None or labels is None:
+    known = predicts_next(model) or task_in(model) in (None, MASKED)
+    if not known or rule.shifted or inputs is None or labels is None:
         return False
     if labels.is_floating_point() or inputs.shape != labels.shape or labels.ndim != 2:
         return False
@@ -117,7 +117,7 @@ def copies_input(model: nn.Module, samples: Batch, rule: TargetRule) -> bool:
 
 def sums_tokens(model: nn.Module) -> bool:
     """Whether colotrain's own code sums the loss over labels that are not -100."""
-    own = isinstance(model, LLM) or task_in(model) is CAUSAL
+    own = isinstance(model, LLM) or predicts_next(model)
     objective = objective_of(model)
     return own if objective is None else not objective.is_users
 

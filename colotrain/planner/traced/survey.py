@@ -34,10 +34,11 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.generators import seeded
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.documents import DOCUMENT_IDS
-from colotrain.models.huggingface import task_in
+from colotrain.models.huggingface import predicts_next, task_in
+from colotrain.models.huggingface_images import modules_of_images
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_match import missing_in, remarks_on_files
-from colotrain.models.huggingface_task import CAUSAL, MASKED
+from colotrain.models.huggingface_task import MASKED
 from colotrain.models.llm import LLM
 from colotrain.models.loading import (
     begin_training_,
@@ -104,16 +105,14 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         **positions(module),
         built_whole=not model.is_deferred,
         libraries=(TRANSFORMERS,) if uses_transformers(module, model) else (),
-        balances_experts=task_in(module) is CAUSAL and balances_experts(module),
+        balances_experts=predicts_next(module) and balances_experts(module),
         batch_norms=tuple(batch_norms(module)),
         **huggingface_task(module, model),
         remarks=tuple(remarks(module, model)),
         chunks_loss=isinstance(module, LLM)
-        or (
-            task_in(module) is CAUSAL and not (balances_experts(module) or holds_all_logits(module))
-        ),
+        or (predicts_next(module) and not (balances_experts(module) or holds_all_logits(module))),
         scores_tokens=isinstance(module, LLM)
-        or (task_in(module) is CAUSAL and not balances_experts(module)),
+        or (predicts_next(module) and not balances_experts(module)),
         isolates=DOCUMENT_IDS in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
         divisions=own_divisions(module, model),
@@ -193,8 +192,8 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
         return {}
     task = task_in(module)
     found: dict[str, Any] = {"missing": tuple(missing_in(module))}
-    if task is CAUSAL:
-        return found
+    if predicts_next(module):
+        return found | {"of_images": modules_of_images(module)}
     unknown = f"another task ({type(module).__name__})"
     if task is None:
         return found | {"other_task": unknown}
@@ -214,7 +213,7 @@ def remarks(module: nn.Module, model: ModelPlan) -> Iterator[str]:
         yield from remarks_on_files(module)
     elif not model.is_deferred and leaves_init_uncalled(module):
         yield UNCALLED
-    if task_in(module) is not CAUSAL:
+    if not predicts_next(module):
         return
     if holds_all_logits(module):
         yield (

@@ -43,7 +43,6 @@ from colotrain.spec.plugins import ROWS
         ("offload_optimizer=cpu", "take plugin=gemini"),
         ("plugin.offload_param=cpu", "take plugin=gemini"),
         ("cpu_offload=true", "take plugin=gemini"),
-        ("model.hf=meta-llama/Llama-3.2-1B", "names are not downloaded: give a directory"),
     ],
 )
 def test_a_word_of_another_tool_is_told_its_own(

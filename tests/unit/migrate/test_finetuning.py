@@ -494,12 +494,6 @@ def test_what_is_not_trained_here_is_refused(kind: str, more: Config, key: str) 
     [
         (
             "axolotl",
-            {"base_model": "some/model"},
-            "base_model",
-            "hf download some/model --local-dir",
-        ),
-        (
-            "axolotl",
             {"datasets": [{"path": "chats.jsonl", "type": "alpaca"}]},
             "datasets[0].type",
             "Alpaca's text",

@@ -339,15 +339,13 @@ def test_adapters_are_put_on_subclasses_that_compute_the_same(tmp_path: Path) ->
     torch.testing.assert_close(layer(x), x @ (layer.weight + 2.0 * product).T)
 
 
-def test_a_clone_without_git_lfs_and_a_name_of_the_hub_are_told(tmp_path: Path) -> None:
+def test_a_clone_without_git_lfs_is_told(tmp_path: Path) -> None:
     folder = CAUSAL[0].make(tmp_path)
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 1")
     with pytest.raises(
         ConfigError, match=r"a pointer of Git LFS, without the weights.*git lfs pull"
     ):
         build(plan(folder), seed=0)
-    with pytest.raises(ConfigError, match=r"as `hf download meta/llama-9b` leaves it"):
-        plan_from(["model.hf=meta/llama-9b", *TEXT])
 
 
 def test_a_plan_has_no_room_for_all_logits(tmp_path: Path) -> None:
