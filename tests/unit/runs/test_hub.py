@@ -14,7 +14,10 @@ from colotrain.runs.resolving import plan_from
 from tests.hub import COMMIT, serving
 
 constants = pytest.importorskip("huggingface_hub.constants")
-WORDS = ("data.corpus=stdlib", "data.tokenizer=bytes", "data.seq_len=16", "plugin=zero3", "train.micro_batch=2")
+WORDS = (
+    *("data.corpus=stdlib", "data.tokenizer=bytes", "data.seq_len=16"),
+    *("plugin=zero3", "train.micro_batch=2"),
+)
 
 
 @pytest.fixture
