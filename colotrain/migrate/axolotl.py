@@ -73,10 +73,8 @@ def _is_dpo(flat: Flat) -> bool:
 
 
 def _adapter(value: Any, _: Flat) -> Answer:
-    if value == "lora":
+    if value in ("lora", "qlora"):  # the latter with load_in_4bit
         return Answer(outcome="taken", settings={"adapter.name": "lora"})
-    if value == "qlora":
-        return Answer(outcome="refused", note="take lora: quantized weights are not trained here")
     return refused(f"{value} is not there: lora is")(value, {})
 
 
@@ -244,12 +242,15 @@ RULES = unless_null(
         "num_labels": refused(tuning.OBJECTIVE),
         "tokenizer_config": taken("data.tokenizer", str),
         "tokenizer_*": decided("tokenizer.json of the folder is read"),
-        "revision_of_model": asked("download that revision"),
-        "branch": asked("download that revision"),
+        "revision_of_model": taken("model.revision", str),
+        "branch": taken("model.revision", str),
         "model_config.*": asked("set it in model.args"),
         "model_quantization_config*": asked("name a folder whose weights are not quantized"),
         "reinit_weights": refused("take model.target: a folder's weights are read"),
-        "load_in_4bit": refused(tuning.QUANTIZED),
+        "load_in_4bit": tuning.packed,
+        "bnb_config_kwargs.bnb_4bit_quant_type": lambda value, flat: (
+            decided("the only one") if value == "nf4" else refused(tuning.QUANTIZED)
+        )(value, flat),
         "load_in_8bit": refused(tuning.QUANTIZED),
         "gptq": refused(tuning.QUANTIZED),
         "gptq_*": decided("nothing without gptq"),

@@ -61,9 +61,10 @@ PROJECTIONS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w
 BUILDERS = ("json", "csv", "text", "parquet", "arrow")
 """Names of kinds of files that stand where a dataset's name would."""
 QUANTIZED = (
-    "quantized weights are not trained here: take this key out to train the same adapters on the "
-    "weights as they are"
+    "bases are packed as nf4 or int8 here (model.quantize): take this key out to train the same "
+    "adapters on the weights as they are"
 )
+NF4 = "4-bit NormalFloat in blocks of 64; their scales stay in float32, which there are packed, too"
 IMAGES = "models of pictures, sound or video are not read from such a file: name model and data"
 OBJECTIVE = (
     f"the objectives are those of train.objective: {', '.join(OBJECTIVES)}, or the model's loss"
@@ -92,6 +93,13 @@ BESIDE_TRAINING: dict[str, Rule] = {
     "hub_*": none("an export is a directory: upload it yourself"),
 }
 LATER = asked("set data.validation_path to these files")
+
+
+def packed(value: Any, flat: Flat) -> Answer:
+    """Translate a switch of a base in 4-bit NormalFloat, as QLoRA has it."""
+    if not is_on(value):
+        return Answer(outcome="decided", note="off")
+    return Answer(outcome="taken", note=NF4, settings={"model.quantize": "nf4"})
 
 
 def model(value: Any, _: Flat) -> Answer:

@@ -77,6 +77,9 @@ METHODS = (
 """Switches of methods that colotrain does not have; their other keys begin alike."""
 
 
+REFUSED = refused(tuning.QUANTIZED)
+
+
 def _is_stage(*names: str) -> Callable[[Flat], bool]:
     return lambda flat: (flat.get("stage") or "sft") in names
 
@@ -189,8 +192,17 @@ RULES = unless_null(
         "resize_vocab": decided("an embedding grows by the tokens that it lacks"),
         "rope_scaling": asked("set it in model.args"),
         "train_from_scratch": refused("take model.target: a folder's weights are read"),
-        "quantization_*": refused(tuning.QUANTIZED),
-        "double_quantization": decided("nothing without quantized weights"),
+        "quantization_bit": lambda value, flat: (
+            tuning.packed(value == 4, flat) if value in (4, None) else REFUSED(value, flat)
+        ),
+        "quantization_method": lambda value, flat: (
+            decided("what packs a base in 4 bits") if value == "bnb" else REFUSED
+        )(value, flat),
+        "quantization_type": lambda value, flat: (
+            decided("the only one") if value == "nf4" else REFUSED
+        )(value, flat),
+        "quantization_*": REFUSED,
+        "double_quantization": decided("scales stay in float32"),
         "fp8*": refused("precision is fp32, bf16 or fp16"),
         "image_*": decided("for models of pictures alone"),
         "video_*": decided("for models of videos alone"),
@@ -234,7 +246,7 @@ RULES = unless_null(
         "early_stopping_steps": none("see train.stop_early"),
         "use_fast_tokenizer": decided("tokenizer.json of the folder is read"),
         "split_special_tokens": none("special tokens of a text are tokens"),
-        "model_revision": asked("download that revision"),
+        "model_revision": taken("model.revision", str),
         "cache_dir": decided("folders are read where they lie"),
         "upcast_*": decided("weights and norms are computed as train.precision says"),
         "ref_model*": refused("the reference of DPO is the model as the run begins"),

@@ -77,7 +77,7 @@ def component(value: Any) -> str:
 
 
 def _has_adapter(flat: Flat) -> bool:
-    return component(flat.get("model._component_")).startswith("lora_")
+    return component(flat.get("model._component_")).startswith(("lora_", "qlora_"))
 
 
 def _model(value: Any, _: Flat) -> Answer:
@@ -85,8 +85,8 @@ def _model(value: Any, _: Flat) -> Answer:
     if "vision" in str(value) or "llama4" in name:
         return Answer(outcome="refused", note=tuning.IMAGES)
     if name.startswith("qlora_"):
-        note = f"take {name.removeprefix('q')}: quantized weights are not trained here"
-        return Answer(outcome="refused", note=note)
+        settings = {"adapter.name": "lora", "model.quantize": "nf4"}
+        return Answer(outcome="taken", note=tuning.NF4, settings=settings)
     if name.startswith("lora_"):
         return Answer(outcome="taken", settings={"adapter.name": "lora"})
     return Answer(outcome="decided", note="the folder of the checkpoint says what the model is")
@@ -234,7 +234,7 @@ RULES = unless_null(
         "model.lora_attn_modules": where(_has_adapter, "no adapter is asked for", _targets),
         "model.apply_lora_to_mlp": _also(*MLP),
         "model.apply_lora_to_output": _also("lm_head"),
-        "model.quantize_base": refused(tuning.QUANTIZED),
+        "model.quantize_base": tuning.packed,
         "model.*_trainable": refused(tuning.IMAGES),
         "model.image_size": refused(tuning.IMAGES),
         "model.*": decided("the folder of the checkpoint says what the model is"),

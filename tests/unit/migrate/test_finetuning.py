@@ -417,10 +417,9 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
         *(
             ("axolotl", {key: value}, key)
             for key, value in {
-                "load_in_4bit": True,
                 "load_in_8bit": True,
                 "gptq": True,
-                "adapter": "qlora",
+                "bnb_config_kwargs.bnb_4bit_quant_type": "fp4",
                 "rl": "kto",
                 "reward_model": True,
                 "processor_type": "AutoProcessor",
@@ -440,7 +439,8 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
         *(
             ("llamafactory", {key: value}, key)
             for key, value in {
-                "quantization_bit": 4,
+                "quantization_bit": 3,
+                "quantization_type": "fp4",
                 "stage": "kto",
                 "finetuning_type": "freeze",
                 "use_galore": True,
@@ -456,11 +456,6 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "optim": "apollo_adamw",
                 "train_dataset": "data/v1.yaml",
             }.items()
-        ),
-        (
-            "torchtune",
-            {"model": {"_component_": "torchtune.models.llama3.qlora_llama3_8b"}},
-            "model._component_",
         ),
         (
             "torchtune",
@@ -569,12 +564,31 @@ def test_names_of_datasets_are_looked_up_in_their_registry(folder: Path) -> None
         imported("llamafactory", {"dataset": "seen"})
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("axolotl", {"adapter": "qlora", "load_in_4bit": True}),
+        ("llamafactory", {"finetuning_type": "lora", "quantization_bit": 4}),
+        ("torchtune", {"model": {"_component_": "torchtune.models.llama3.qlora_llama3_8b"}}),
+    ],
+)
+def test_a_base_in_4_bits_is_packed(kind: str, more: Config) -> None:
+    settings, _ = imported(kind, more)
+    assert settings["model.quantize"] == "nf4"
+    assert settings["adapter.name"] == "lora"
+
+
+def test_names_of_models_keep_their_revision(folder: Path) -> None:
+    settings, _ = imported("axolotl", {"base_model": "org/tiny", "revision_of_model": "v2"})
+    assert (settings["model.hf"], settings["model.revision"]) == ("org/tiny", "v2")
+
+
 def test_a_refused_file_writes_no_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = BASE["axolotl"] | {"adapter": "qlora", "load_in_4bit": True}
-    (folder / "qlora.yml").write_text(yaml.safe_dump(config))
-    assert guarded(["import-config", "qlora.yml"]) == 2
+    config = BASE["axolotl"] | {"adapter": "vera", "load_in_8bit": True}
+    (folder / "packed.yml").write_text(yaml.safe_dump(config))
+    assert guarded(["import-config", "packed.yml"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split("=")[0] for line in lines] == ["error: adapter", "error: load_in_4bit"]
+    assert [line.split("=")[0] for line in lines] == ["error: adapter", "error: load_in_8bit"]
     assert not (folder / "recipes").exists()
 
 
