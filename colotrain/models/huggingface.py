@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Set
@@ -99,6 +100,8 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
         model.forward = functools.partial(loss, model.forward)
     elif task is not None:
         model.forward = functools.partial(own_loss, model.forward, task)
+    elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
+        model.forward = functools.partial(model.forward, use_cache=False)
     if head is not None:
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)
@@ -305,8 +308,6 @@ def _architecture_of(plan: ModelPlan, config: Any) -> type[nn.Module]:
     if found is None or getattr(config, "is_encoder_decoder", False):
         expected = f"an encoder or a decoder of transformers (it is a {config.model_type})"
         raise wrong(folder, expected, "name another directory, or set train.objective=null")
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
     return found
 
 
