@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from colotrain.rundir import read_json
 from colotrain.spec.plugins import ROWS
 from tests.embedders import make_embedder, write_modules, write_related
 from tests.representatives import representatives
@@ -75,6 +76,8 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_gives_the_same_vectors
     assert again["metrics"] == whole["metrics"]
     result = colotrain("export", "whole", "--to", "out", "--check")
     assert result.code == 0, result.out + result.err
+    before, after = (read_json(colotrain.cwd / name / "config.json") for name in ("model", "out"))
+    assert before.get("use_cache") == after.get("use_cache")
     receipt = json.loads((colotrain.cwd / "out/receipt.json").read_text())
     assert receipt["validation_loss"]["export"] == pytest.approx(
         receipt["validation_loss"]["run"], abs=1e-5
@@ -85,9 +88,9 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_gives_the_same_vectors
     )
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
-    before = load_file(colotrain.cwd / "model/model.safetensors")
+    base = load_file(colotrain.cwd / "model/model.safetensors")
     trained: Any = model.get_input_embeddings().weight
-    assert not torch.equal(trained, before["embeddings.word_embeddings.weight"])
+    assert not torch.equal(trained, base["embeddings.word_embeddings.weight"])
 
 
 @pytest.mark.slow
