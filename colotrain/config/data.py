@@ -17,6 +17,7 @@ from colotrain.spec.settings import CommonData, CommonPart
 
 PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
 RELATED = "give JSONL, CSV, Parquet or Arrow files of texts that belong together"
+LABELLED = "give JSONL, CSV, Parquet or Arrow files of texts with a label"
 RATED = "give JSONL, CSV, Parquet or Arrow files of answers with a label"
 
 
@@ -188,6 +189,8 @@ def _needed(plan: DataPlan) -> tuple[str, str] | None:
         return "prompt, chosen and rejected", PAIRS
     if plan.related is not None:
         return f"{', '.join(plan.related.columns[:-1])} and {plan.related.columns[-1]}", RELATED
+    if plan.classes:
+        return "text and label", LABELLED
     return ("prompt, completion and label", RATED) if plan.rated else None
 
 

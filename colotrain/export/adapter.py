@@ -77,7 +77,7 @@ def _trained_modules(job: Job, model: nn.Module) -> list[str]:
     modules = [name for name in found if not any(name.startswith(f"{a}.") for a in found)]
     everything = [name for name, _ in module_tree.named_modules(model)]
     for module in modules:
-        alike = [name for name in everything if name.endswith(module) and name != module]
+        alike = [name for name in everything if name.endswith(module) and name not in modules]
         if alike:
             raise UsageError(
                 f"--adapter: {module} trained, and PEFT would take {alike[0]} for it, too", MERGE

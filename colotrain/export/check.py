@@ -170,7 +170,7 @@ def recheck(folder: Path, *, note: str, loads_base: bool) -> dict[str, Any]:
     if kind == "own":
         notes.append("the model's class is not called: only files are compared")
     elif kind == "peft":
-        base, request["quantized"] = named_base(folder), receipt["base_quantized"]
+        base, request["quantized"] = named_base(folder), receipt.get("base_quantized")
         request["base"] = base if loads_base else None
         if not loads_base:
             request["probe"] = []
@@ -241,8 +241,12 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     request = _request(folder, kind) | call_of(plan.model)
     request["base"] = plan.model.hf
     if plan.model.quantize is not None and plan.model.hf is not None:
-        layers = sorted(quantized_layers(on_meta(plan.model)))
-        request["quantized"] = {"scheme": plan.model.quantize, "layers": layers}
+        layers = sorted(quantized_layers(on_meta(plan.model)).items())
+        request["quantized"] = {
+            "scheme": plan.model.quantize,
+            "layers": [name for name, _ in layers],
+            "dtypes": [str(layer.whole_dtype).removeprefix("torch.") for _, layer in layers],
+        }
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")
     loader = evaluation_loader(plan)
@@ -331,6 +335,9 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
         kind = model.objective.section
         settings = to_plain(model.objective)
         return {"kind": kind, **settings, "reference": model.hf, "reference_adapter": path}
+    if isinstance(model.objective, ORPO | SimPO) and kind == "own":
+        notes.append("the loss of pairs is not repeated for tensors: only outputs are compared")
+        return {"kind": "none"}
     if isinstance(model.objective, ORPO | SimPO | RewardPlan):
         return {"kind": model.objective.section, **to_plain(model.objective)}
     if isinstance(model.objective, ClassifyPlan):

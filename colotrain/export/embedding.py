@@ -21,6 +21,6 @@ def copy_modules(source: Path, folder: Path) -> None:
     copy_files(source, folder, FILES)
     for module in read_json(source / MODULES):
         name = Path(str(module["path"])).name
-        if name and (source / name / "config.json").is_file():
+        if name not in ("", ".", "..") and (source / name / "config.json").is_file():
             (folder / name).mkdir(exist_ok=True)
             copy_files(source / name, folder / name, ("config.json",))

@@ -169,10 +169,16 @@ ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8}
 
 
 def round_(base: Any, quantized: dict[str, Any] | None) -> None:
-    """Give the layers whose weights the run held as packed blocks what these stand for."""
-    for name in quantized["layers"] if quantized else ():
-        weight = base.get_submodule(name).weight
-        weight.data = ROUNDED[str(quantized["scheme"])](weight.data)  # type: ignore[index]
+    """Give the layers whose weights the run held as packed blocks what these stand for.
+
+    The run's weights had a dtype of their own, before and after they were packed.
+    """
+    if not quantized:
+        return
+    for name, dtype in zip(quantized["layers"], quantized["dtypes"], strict=True):
+        weight, held = base.get_submodule(name).weight, getattr(torch, dtype)
+        found = ROUNDED[str(quantized["scheme"])](weight.data.to(held).float())
+        weight.data = found.to(held).to(weight.dtype)
 
 
 def load_own(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:

@@ -113,12 +113,19 @@ def _chosen(model: nn.Module, plan: AdapterPlan, layers: dict[str, nn.Module]) -
 
 
 def _heads(model: nn.Module) -> set[str]:
-    """Names of the output head, which is found as PEFT finds it."""
-    found = None
-    if callable(outputs := getattr(model, "get_output_embeddings", None)):
-        found = outputs()
-        found = found or next((getattr(model, n) for n in HEADS if hasattr(model, n)), None)
-    return {name for name, module in module_tree.named_modules(model) if module is found}
+    """Names of the output head and of its parts."""
+    head = output_head(model)
+    inside = set() if head is None else {id(m) for m in module_tree.modules(head)}
+    return {name for name, module in module_tree.named_modules(model) if id(module) in inside}
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The output head of a model of transformers, which is found as PEFT finds it."""
+    outputs = getattr(model, "get_output_embeddings", None)
+    if not callable(outputs):
+        return None
+    found: nn.Module | None = outputs()
+    return found or next((getattr(model, n) for n in HEADS if hasattr(model, n)), None)
 
 
 def _adaptable(

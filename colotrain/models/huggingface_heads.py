@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colotrain.models.huggingface_match import wrong
+from colotrain.models.huggingface_match import missing_in, wrong
+from colotrain.models.huggingface_task import SEES_FUTURE_UNLESS
 from colotrain.spec.objectives import Head
 
 
@@ -23,7 +24,11 @@ def change_head_(transformers: Any, config: Any, head: Head, folder: Path) -> ty
     """
     known = getattr(transformers, head.registry).get(type(config), None)
     architecture: type[nn.Module] | None = known[0] if isinstance(known, tuple) else known
-    if architecture is None or config.is_encoder_decoder:
+    kinds = transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    is_understood = any(type(config) in kind for kind in kinds) and _hides_padding(
+        transformers, config
+    )
+    if architecture is None or config.is_encoder_decoder or not is_understood:
         expected = f"a causal model or an encoder that transformers knows for {head.task}"
         raise wrong(folder, f"{expected} (its type is {config.model_type})", "take another model")
     config.num_labels = head.size
@@ -39,6 +44,19 @@ def change_head_(transformers: Any, config: Any, head: Head, folder: Path) -> ty
         part.pad_token_id = head.pad_id
     config.architectures = [architecture.__name__]
     return architecture
+
+
+def _hides_padding(transformers: Any, config: Any) -> bool:
+    """Whether no token sees the padding behind a text: by a mask, or as it sees none behind it."""
+    known = SEES_FUTURE_UNLESS.get(config.model_type)
+    sees_future = known is not None and getattr(config, known[0], None) != known[1]
+    return is_encoder(transformers, config) or not sees_future
+
+
+def train_new_layers_(model: nn.Module) -> None:
+    """Let layers train that the directory's files lack: beside adapters all others are frozen."""
+    for name in missing_in(model):
+        model.get_parameter(name).requires_grad_(True)
 
 
 def is_encoder(transformers: Any, config: Any) -> bool:
@@ -63,6 +81,6 @@ def padded(
     """
     if padding_mask is not None:
         batch["input_ids"] = batch["input_ids"].where(padding_mask.bool(), pad_id)
-        if masks:
+        if masks and not padding_mask.is_meta:  # transformers asks for the mask's values
             batch["attention_mask"] = padding_mask
     return forward(**batch)

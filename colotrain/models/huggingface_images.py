@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from colotrain import module_tree
-from colotrain.models.huggingface_task import IMAGE_TEXT, is_in
+from colotrain.models.huggingface_task import IMAGE_TEXT
 
 
 def modules_of_images(model: Any) -> tuple[str, ...]:
@@ -15,7 +15,8 @@ def modules_of_images(model: Any) -> tuple[str, ...]:
     """
     import transformers
 
-    if not is_in(transformers, IMAGE_TEXT.registry, model.config, type(model)):
+    config = getattr(model, "config", None)
+    if type(config) not in getattr(transformers, IMAGE_TEXT.registry):
         return ()
     language = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     read = {id(p) for part in language if part is not None for p in module_tree.parameters(part)}

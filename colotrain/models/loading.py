@@ -27,6 +27,7 @@ from colotrain.models import adapters, huggingface
 from colotrain.models.allocating import Allocates, KeepsEscaped
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import ParameterFiller, Shards
+from colotrain.models.huggingface_heads import train_new_layers_
 from colotrain.models.llm import LLM
 from colotrain.models.quantized import filling as quantized_filling
 from colotrain.models.quantized.layers import quantize_
@@ -61,6 +62,8 @@ def _change_(model: nn.Module, plan: ModelPlan) -> None:
     """Add the adapters, and let the layers below them hold blocks where the plan asks for it."""
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
+        if plan.head is not None:
+            train_new_layers_(model)
     if plan.quantize is not None:
         quantize_(model, plan.quantize)
 

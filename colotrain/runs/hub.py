@@ -20,7 +20,8 @@ from colotrain.spec.quantities import format_size
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.json", "merges.txt")
 MODEL = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-KEYS = {"model.hf": MODEL, "train.distill.teacher": MODEL, "data.tokenizer": TOKENIZER}
+TEACHER = "train.distill.teacher"
+KEYS = {"model.hf": MODEL, TEACHER: MODEL, "data.tokenizer": TOKENIZER}
 """Setting that names a directory → the files of the Hub that it needs."""
 LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "metal/*", "consolidated*")
 """Copies of weights for other programs."""
@@ -34,6 +35,8 @@ def with_folders_(config: dict[str, Any], notices: list[str]) -> Iterator[Proble
     model = config.get("model")
     revision = model.get("revision") if isinstance(model, dict) else None
     found = [(key, patterns) for key, patterns in KEYS.items() if is_hub_name(_value(config, key))]
+    if _value(config, "train.objective") != "distill":
+        found = [(key, patterns) for key, patterns in found if key != TEACHER]
     if revision is not None and not found:
         expected, fix = "none beside a directory", "name a model of the Hub, or set it to null"
         yield Problem(key="model.revision", value=revision, expected=expected, fix=fix)
@@ -81,7 +84,7 @@ def _folder(
         where = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{page} does not answer"
         expected = f"a directory, or a name whose files are in {constants.HF_HUB_CACHE} ({where})"
         fix = "give a directory, or `hf download` it where there is a network"
-    except (OSError, ValueError) as error:  # a full disk, a server's error
+    except Exception as error:  # whatever a proxy, a server, a disk or the library does
         expected = f"a repository of the Hub that can be read ({message_of(error)})"
     yield Problem(key=key, value=name, expected=expected, fix=fix)
     return None

@@ -11,6 +11,7 @@ from colotrain import module_tree
 from colotrain.dotted import import_target
 from colotrain.generators import generator_of, seed_all, seeded
 from colotrain.models import adapters, huggingface
+from colotrain.models.huggingface_heads import train_new_layers_
 from colotrain.models.loading import WHOLE
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import TorchDispatchMode, name_of, uncompiled_
@@ -34,6 +35,8 @@ def build_plain(plan: ModelPlan, *, seed: int) -> nn.Module:
         quantized.round_(model, plan.quantize)
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
+        if plan.head is not None:
+            train_new_layers_(model)
         adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
         compute_plainly_(model, plan.adapter)
     return model

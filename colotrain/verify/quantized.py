@@ -76,12 +76,14 @@ def round_(model: nn.Module, name: str) -> None:
     """Round the weights of the linear layers that a run packs: all but head and tied ones."""
     known = dict(model.named_parameters(remove_duplicate=False))
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else getattr(model, "head", None)
-    last = list(model.named_parameters())[-1][1]
+    heads = [find() if find is not None else getattr(model, "head", None)]
+    heads += [getattr(model, name, None) for name in ("score", "classifier")]
+    last = list(model.named_parameters())[-1][0].rpartition(".")[0]
+    kept = {m for head in (*heads, model.get_submodule(last)) if head for m in head.modules()}
     with torch.no_grad():
-        for layer in (m for m in model.modules() if type(m) is nn.Linear and m is not head):
+        for layer in (m for m in model.modules() if type(m) is nn.Linear and m not in kept):
             owners = [n for n, p in known.items() if p is layer.weight]
-            if len(owners) == 1 and layer.weight is not last:
+            if len(owners) == 1:
                 layer.weight.copy_(ROUND[name](layer.weight.float()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def class_name(value: Any) -> str | None:
 
 def in_order(names: set[str]) -> tuple[str, ...]:
     """Numbers by their size, names by the alphabet."""
-    if all(name.lstrip("-").isdecimal() for name in names):
+    if all(re.fullmatch(r"-?[0-9]+", name) for name in names):
         return tuple(sorted(names, key=int))
     return tuple(sorted(names))
 

@@ -219,6 +219,9 @@ class Renderer:
     def _rated(self, fields: Fields) -> list[Rendered]:
         """The text of an answer with a label."""
         is_good = _is_good(fields)
+        if is_good is None and (label := fields.find(*LABELS)):
+            name = fields.name(label)
+            raise BadRecord(f"{name}: expected true or false, not {fields.record[name]!r}")
         if is_good is None:
             names = ", ".join(map(fields.name, ("prompt", "completion", "label")))
             raise BadRecord(f"expected {names}; it has {', '.join(map(str, fields.record)) or '-'}")
@@ -292,8 +295,9 @@ class Renderer:
             fields.record.get(fields.name(meaning)) for meaning in ("prompt", "completion", "text")
         )
         if completion is None and all(fields.find(meaning) for meaning in PAIR):
-            named = ", ".join(PAIR_OBJECTIVES)
-            raise BadRecord(f"a preference pair: train on it with train.objective one of {named}")
+            first, *others = PAIR_OBJECTIVES
+            named = f"train.objective={first} (or {', '.join(others)})"
+            raise BadRecord(f"a preference pair: train on it with {named}")
         if messages := fields.find(*CHATS):
             chat = self._conversation(fields.take(messages), fields.name(messages))
             chat.first = len(chat.messages) - 1 if self.rated else 0

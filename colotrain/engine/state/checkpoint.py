@@ -326,7 +326,8 @@ def began_with(run: Run) -> dict[str, Any]:
     model = run.plan.model
     files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
     seed = None if model.hf else run.plan.train.seed
-    settings = {"target": model.target, "args": model.args, "quantize": model.quantize}
+    settings = {"target": model.target, "args": model.args}
+    settings |= {"quantize": model.quantize} if model.quantize else {}
     return to_plain({**settings, "files": files, "seed": seed})
 
 

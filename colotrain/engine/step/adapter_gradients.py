@@ -1,4 +1,4 @@
-"""Whether every adapter gets a gradient in the first step of an attempt.
+"""Whether every adapter gets a gradient in the first step of a run.
 
 An adapter that nothing calls, or whose output leads to no loss, stays as it began, and nothing else
 would tell. Experts without a token in this step are no such adapters.
@@ -16,11 +16,13 @@ from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Participant
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note
 from colotrain.models import adapters
 
+MOST_SHOWN = 3
 FIX = (
-    "leave {layer} out (adapter.exclude), or let the model call it, and let its output lead to the "
-    "loss"
+    "leave {layers} out (adapter.exclude), or let the model call it, and let its output lead to "
+    "the loss"
 )
 
 
@@ -34,30 +36,51 @@ class AdapterGradients(Participant):
         self.called: set[str] = set()
         """Those whose forward was called on this rank."""
         self.hooks: list[Any] = []
+        self.begins: bool | None = None
+        """Whether the first step of this attempt is the run's; None: there was no step yet."""
         if run.plan.train.compile:  # hooks would be compiled, too
-            self.called.update(self.owners)
             return
         for owner in self.owners:
             note = partial(_note, self.called, owner)
             self.hooks.append(model.get_submodule(owner).register_forward_pre_hook(note))
 
     def before_update(self, agreed: Agreed) -> None:
+        self.begins = self.run.step == 0 if self.begins is None else self.begins
+        if not self.begins:  # an attempt that goes on: its samples may need other modules
+            self._end()
         if not self.owners or not agreed.finite or not agreed.tokens:
             return
-        state, parts = self.run.gradients, self.run.sharded.parts
-        trained = {n for owner in self.owners.values() for n in owner if parts[n].frozen is None}
-        here = {n for n in trained if parts[n].is_here}
-        for owner in without_gradient(
-            self.owners, self.called, trained=here, used=state.used, model=self.run.sharded.module
-        ):
-            how = "its output leads to no loss" if owner in self.called else "nothing calls it"
-            raise ColotrainError(
-                f"step {self.run.step + 1}: the adapter of {owner} has no gradient: {how}",
-                FIX.format(layer=owner),
-            )
+        self._check()
+        self._end()
+
+    def _end(self) -> None:
         self.owners = {}
         for hook in self.hooks:
             hook.remove()
+
+    def _check(self) -> None:
+        state, parts = self.run.gradients, self.run.sharded.parts
+        trained = {n for owner in self.owners.values() for n in owner if parts[n].frozen is None}
+        here = {n for n in trained if parts[n].is_here}
+        model = self.run.sharded.module
+        found = without_gradient(
+            self.owners, self.called, trained=here, used=state.used, model=model
+        )
+        if not found:
+            return
+        names = ", ".join(found[:MOST_SHOWN]) + ", …" * (len(found) > MOST_SHOWN)
+        problem = f"step {self.run.step + 1}: the adapters of {names} have no gradient"
+        if len(found) == 1:
+            problem = f"step {self.run.step + 1}: the adapter of {names} has no gradient"
+        may_come = not self.called.intersection(found)
+        if may_come and self.run.plan.data.source == "target":  # other samples may reach them
+            text = f"warning: {problem}: no sample of this step reaches {names}"
+            self.run.events.write(Note(step=self.run.step + 1, text=text))
+            return
+        how = "nothing calls it" if may_come else "its output leads to no loss"
+        if self.run.plan.train.compile:
+            how = "no path leads to it from the loss"
+        raise ColotrainError(f"{problem}: {how}", FIX.format(layers=names))
 
 
 def _note(called: set[str], owner: str, *_: Any) -> None:

@@ -23,6 +23,7 @@ def averaged_parameters(run: Run) -> Iterator[None]:
     if not run.optimizer.kind.averages:
         yield
         return
+    run.saver.before_update()  # a save in the background reads what changes now
     reshard(run.sharded)
     gradients.clear_(run.sharded.module)
     run.optimizer.average_()

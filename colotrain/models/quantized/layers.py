@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.models.adapters import own_modules
+from colotrain.models.adapters import output_head, own_modules
 from colotrain.models.facts import facts_of
 from colotrain.models.quantized.schemes import SCHEMES, Packed, Scheme
 
@@ -138,14 +138,15 @@ def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def _kept_whole(model: Any) -> set[int]:
     """Return the ids of parameters that stay: of the head and the last module, and tied ones."""
     modules = [module for _, module in own_modules(model)]
-    owned = [id(p) for module in modules for p in module._parameters.values() if p is not None]
-    tied = {number for number, times in Counter(owned).items() if times > 1}
-    return tied | {*owned[-1:]} | {id(p) for p in _head(model)}
+    owned = [[id(p) for p in m._parameters.values() if p is not None] for m in modules]
+    times = Counter(number for each in owned for number in each)
+    tied = {number for number, count in times.items() if count > 1}
+    last = next((each for each in reversed(owned) if each), [])
+    return tied | {*last} | {id(p) for p in _head(model)}
 
 
 def _head(model: Any) -> Iterator[nn.Parameter]:
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else getattr(model, "head", None)
+    head = output_head(model) or getattr(model, "head", None)
     if isinstance(head, nn.Module):
         yield from module_tree.parameters(head)
 

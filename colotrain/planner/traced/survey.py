@@ -192,8 +192,9 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
         return {}
     task = task_in(module)
     found: dict[str, Any] = {"missing": tuple(missing_in(module))}
+    found["of_images"] = modules_of_images(module)
     if predicts_next(module):
-        return found | {"of_images": modules_of_images(module)}
+        return found
     unknown = f"another task ({type(module).__name__})"
     if task is None:
         return found | {"other_task": unknown}
