@@ -12,6 +12,7 @@ from colotrain.errors import ConfigError, UsageError
 from colotrain.records import as_argument, as_override
 from colotrain.rundir import write_atomically
 from colotrain.show.console import print_json, stdout_console
+from colotrain.spec.hub import is_hub_name
 
 if TYPE_CHECKING:
     from colotrain.migrate.findings import Finding
@@ -44,9 +45,11 @@ def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
         raise UsageError(f"{target}: exists", "remove it, or name another file with --to")
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, recipes.render(source, kind, found))
-    problems = _problems(target)
+    settings = recipes.complete_settings(kind, found)
+    # a name of the Hub is looked up, and downloaded, by the commands that need the model
+    problems = [] if is_hub_name(settings.get("model.hf")) else _problems(target)
     if as_json:
-        print_json(_document(kind, target, found, recipes.complete_settings(kind, found), problems))
+        print_json(_document(kind, target, found, settings, problems))
     else:
         _print(kind, target, found, problems)
     return 0

@@ -67,7 +67,8 @@ QUANTIZED = (
 NF4 = "4-bit NormalFloat in blocks of 64; their scales stay in float32, which there are packed, too"
 IMAGES = "models of pictures, sound or video are not read from such a file: name model and data"
 OBJECTIVE = (
-    f"the objectives are those of train.objective: {', '.join(OBJECTIVES)}, or the model's loss"
+    "settings of this objective are not translated: take the key out, and set train.objective in "
+    f"the recipe ({', '.join(OBJECTIVES)}, or null for the model's loss)"
 )
 TRACKER = f"trackers are {', '.join(TRACKERS[:-1])} and {TRACKERS[-1]}"
 CHECKPOINT = "another tool's checkpoint is not continued: name its weights as the model"
