@@ -122,8 +122,8 @@ def data():
 @pytest.mark.parametrize(
     ("far", "targets", "message"),
     [
-        (".detach()", "[near,far]", "the adapter of blocks.0.far has no gradient: its output lead"),
-        ("", "all-linear", "the adapter of spare has no gradient: nothing calls it"),
+        (".detach()", "[near,far]", "far have no gradient: each leads to no loss"),
+        ("", "all-linear", "the adapter of spare has no gradient: it is called by nothing"),
         ("", "[near,far,'*.experts.*']", ""),  # two of three experts have no token
     ],
 )

@@ -18,6 +18,7 @@ from colotrain.engine.step.participant import Agreed, Participant
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
 from colotrain.models import adapters
+from colotrain.models.huggingface_images import modules_of_images
 
 MOST_SHOWN = 3
 FIX = (
@@ -69,18 +70,28 @@ class AdapterGradients(Participant):
         if not found:
             return
         names = ", ".join(found[:MOST_SHOWN]) + ", …" * (len(found) > MOST_SHOWN)
-        problem = f"step {self.run.step + 1}: the adapters of {names} have no gradient"
-        if len(found) == 1:
-            problem = f"step {self.run.step + 1}: the adapter of {names} has no gradient"
-        may_come = not self.called.intersection(found)
-        if may_come and self.run.plan.data.source == "target":  # other samples may reach them
-            text = f"warning: {problem}: no sample of this step reaches {names}"
-            self.run.events.write(Note(step=self.run.step + 1, text=text))
+        is_one, is_called = len(found) == 1, bool(self.called.intersection(found))
+        what = f"adapter of {names} has" if is_one else f"adapters of {names} have"
+        problem = f"step {self.run.step + 1}: the {what} no gradient"
+        if not is_called and self._may_see_images(found):
+            text = f"warning: {problem}: no sample of this step has an image"
+            if self.run.rank == 0:
+                self.run.events.write(Note(step=self.run.step + 1, text=text))
             return
-        how = "nothing calls it" if may_come else "its output leads to no loss"
+        how = "leads to no loss" if is_called else "is called by nothing"
         if self.run.plan.train.compile:
-            how = "no path leads to it from the loss"
-        raise ColotrainError(f"{problem}: {how}", FIX.format(layers=names))
+            how = "has no path to the loss"
+        raise ColotrainError(
+            f"{problem}: {'it' if is_one else 'each'} {how}", FIX.format(layers=names)
+        )
+
+    def _may_see_images(self, owners: list[str]) -> bool:
+        """Whether other samples of an own dataset may have the images that these modules read."""
+        plan = self.run.plan
+        if plan.model.hf is None or plan.data.source != "target":
+            return False
+        begins = tuple(f"{name}." for name in modules_of_images(self.run.sharded.module))
+        return all(owner.startswith(begins) for owner in owners)
 
 
 def _note(called: set[str], owner: str, *_: Any) -> None:
