@@ -243,9 +243,8 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     if plan.model.quantize is not None and plan.model.hf is not None:
         layers = sorted(quantized_layers(on_meta(plan.model)).items())
         request["quantized"] = {
-            "scheme": plan.model.quantize,
-            "layers": [name for name, _ in layers],
-            "dtypes": [str(layer.whole_dtype).removeprefix("torch.") for _, layer in layers],
+            name: f"{layer.scheme.name} of {str(layer.whole_dtype).removeprefix('torch.')}"
+            for name, layer in layers
         }
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")

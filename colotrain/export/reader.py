@@ -168,16 +168,18 @@ def rounded_int8(weight: Tensor) -> Tensor:
 ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8}
 
 
-def round_(base: Any, quantized: dict[str, Any] | None) -> None:
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def round_(base: Any, quantized: dict[str, str] | None) -> None:
     """Give the layers whose weights the run held as packed blocks what these stand for.
 
-    The run's weights had a dtype of their own, before and after they were packed.
+    `quantized` names the scheme and the dtype of each layer's weight: `nf4 of bfloat16`.
     """
-    if not quantized:
-        return
-    for name, dtype in zip(quantized["layers"], quantized["dtypes"], strict=True):
-        weight, held = base.get_submodule(name).weight, getattr(torch, dtype)
-        found = ROUNDED[str(quantized["scheme"])](weight.data.to(held).float())
+    for name, how in (quantized or {}).items():
+        scheme, _, dtype = how.partition(" of ")
+        weight, held = base.get_submodule(name).weight, DTYPES[dtype]
+        found = ROUNDED[scheme](weight.data.to(held).float())
         weight.data = found.to(held).to(weight.dtype)
 
 

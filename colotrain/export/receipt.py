@@ -20,7 +20,7 @@ RECEIPT = "receipt.json"
 READ = {
     "format": str,
     "notes": list[str],
-    "base_quantized": dict[str, str | list[str]] | None,
+    "base_quantized": dict[str, str] | None,
     "run.path": str,
     "run.step": int,
     "files": dict[str, str],

@@ -103,8 +103,8 @@ def _download(name: str, **wanted: Any) -> str:
         missing = [f for f in snapshot_download(name, dry_run=True, **wanted) if f.will_download]
         size, folder = sum(f.file_size for f in missing), Path(constants.HF_HUB_CACHE)
         if missing:
-            folder.mkdir(parents=True, exist_ok=True)
-            if size > (free := shutil.disk_usage(folder).free):
+            there = next(place for place in (folder, *folder.parents) if place.exists())
+            if size > (free := shutil.disk_usage(there).free):
                 raise OSError(f"{format_size(size)} to download, {format_size(free)} in {folder}")
             tell(f"downloading {name} ({format_size(size)}) to {folder}")
     if sys.stderr.isatty():

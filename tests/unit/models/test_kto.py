@@ -51,7 +51,10 @@ def test_a_record_is_a_prompt_an_answer_and_whether_it_is_good() -> None:
     ("record", "why"),
     [
         ({"prompt": "a", "completion": "b"}, "expected prompt, completion, label; it has prompt"),
-        ({"prompt": "a", "completion": "b", "label": "so"}, "expected prompt, completion, label"),
+        (
+            {"prompt": "a", "completion": "b", "label": "so"},
+            "label: expected true or false, not 'so'",
+        ),
         ({"prompt": "a", "completion": "", "label": True}, "completion: it is empty"),
         ({"text": "a", "label": True}, "expected prompt and completion"),
     ],
