@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -53,6 +54,8 @@ class EventWriter:
     Nothing is raised: events that cannot be written (for example on a full disk) wait in memory and
     are written with a later one. Those that do not find room there are counted in `dropped`, the
     oldest first. A warning on stderr announces that the first one waits.
+
+    Threads may share a writer.
     """
 
     def __init__(self, path: Path | str, *, inside: Path | None = None) -> None:
@@ -60,6 +63,8 @@ class EventWriter:
         self.path = Path(path)
         self._inside = inside or self.path.parent
         self.dropped = 0
+        self._writing = threading.RLock()
+        """Held by the thread that writes; a signal may interrupt it and write, too."""
         self._handle: int | None = None
         self._waiting = deque[bytes]()
         """Lines that are not written yet, the first perhaps in part."""
@@ -83,21 +88,22 @@ class EventWriter:
         """Append one event of any kind; its `t` is the current time unless given in `fields`."""
         texts = {k: shortened(v, MOST_WRITTEN) for k, v in fields.items() if isinstance(v, str)}
         line = encode({"t": time.time(), "kind": kind, **fields, **texts})
-        self._waiting.append(line)
-        try:
-            self._write_waiting()
-        except OSError as error:
-            self._keep_newest(error)
+        with self._writing:
+            self._waiting.append(line)
+            try:
+                self._write_waiting()
+            except OSError as error:
+                self._keep_newest(error)
 
     def close(self) -> None:
         """Close the file, after another try to write what waits."""
-        if self._waiting:
-            with contextlib.suppress(OSError):
+        with self._writing, contextlib.suppress(OSError):
+            if self._waiting:
                 self._write_waiting()
-        if self._handle is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._handle)
-            self._handle = None
+        with self._writing, contextlib.suppress(OSError):
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                os.close(handle)
 
     def _write_waiting(self) -> None:
         if self._handle is None:

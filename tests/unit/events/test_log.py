@@ -203,6 +203,27 @@ def test_threads_and_writers_of_one_file_never_mix_lines(rundir: RunDir) -> None
     assert reader.skipped == 0
 
 
+def test_a_thread_that_writes_while_another_does_loses_and_repeats_nothing(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a save's thread and the step's: the second begins while the first is within its write."""
+    write = os.write
+    with EventWriter(rundir.launcher_events) as writer:
+        second = threading.Thread(target=writer.write_record, args=("note",), kwargs={"text": "b"})
+
+        def written_by_both(handle: int, text: bytes) -> int:
+            if not second.ident:
+                second.start()
+                second.join(0.3)
+            return write(handle, text)
+
+        monkeypatch.setattr(os, "write", written_by_both)
+        writer.write_record("note", text="a")
+        second.join(5)
+        assert not second.is_alive()
+    assert [e.fields["text"] for e in EventReader(rundir).drain()] == ["a", "b"]
+
+
 def test_polls_return_only_what_is_new(rundir: RunDir) -> None:
     reader, writer = EventReader(rundir), EventWriter(rank_file(rundir))
     assert reader.poll() == []
