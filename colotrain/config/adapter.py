@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from colotrain.config.schema import Adapter
 from colotrain.errors import ConfigError, Problem, fix_of
 from colotrain.rundir import read_json
 from colotrain.spec.plan import AdapterPlan
+from colotrain.spec.rules import check_rules
 
 RANK, ALPHA = 8, 16.0
 PREFIX = "base_model.model."
@@ -121,9 +122,22 @@ def _against_path(adapter: Adapter, found: AdapterPlan) -> Iterator[Problem]:
         elif key not in (*known, "path", "dropout"):
             fix = "remove it: the directory decides which layers have adapters, and of what rank"
             yield _wrong(key, value, "nothing beside adapter.path", fix)
-    if found.parameters and (adapter.dropout or found.dropout):
-        expected = "0 with adapters on parameters, as in adapter.path"
-        yield _wrong("dropout", adapter.dropout or found.dropout, expected, "set adapter.dropout=0")
+
+
+def check_brought(values: Mapping[str, Any], found: AdapterPlan) -> Iterator[Problem]:
+    """Yield what other settings exclude of what the adapter in `adapter.path` brings.
+
+    `values`: all settings, from dotted key to value.
+    """
+    brought = {"adapter.parameters": [*found.parameters], "adapter.dropout": found.dropout}
+    known = list(check_rules(values))
+    for problem in check_rules({**values, **brought}):
+        if problem.key == "adapter.parameters":
+            expected = f"an adapter with {problem.key}={problem.expected}"
+            fix = "take one of linear layers alone, or change the other setting"
+            yield _wrong("path", found.path, expected, fix)
+        elif problem not in known:
+            yield problem
 
 
 def read_peft(folder: Path) -> AdapterPlan:
@@ -211,7 +225,9 @@ def _refused(folder: Path, name: str, value: Any) -> Problem:
 def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
         found = read_json(folder / name)
-        int(found["r"]), float(found["lora_alpha"])
+        float(found["lora_alpha"])
+        if int(found["r"]) < 1:
+            raise ValueError(f"r is {found['r']}")
         _check_types(found)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         expected = f"a directory in PEFT's format ({name}: {error})"

@@ -99,7 +99,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     `is_whole` is False if parts are missing because of problems that are already reported; missing
     settings are then not reported again.
     """
-    values = dict(_leaves(to_plain(settings)))
+    values = values_of(settings)
     for key, value in values.items():
         yield from _check_range(key, value)
     yield from _check_model(settings, is_whole=is_whole)
@@ -129,6 +129,11 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
         if step < 1:
             fix = "name parameters that train from the start in freeze.except"
             yield Problem(key="freeze.unfreeze", value=step, expected="steps from 1 on", fix=fix)
+
+
+def values_of(settings: Config) -> dict[str, Any]:
+    """Return all settings, from dotted key to value."""
+    return dict(_leaves(to_plain(settings)))
 
 
 def numbers_of_plan(plain: Mapping[str, Any]) -> Iterator[Problem]:

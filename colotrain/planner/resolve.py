@@ -12,8 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.adapter import plan_adapter
-from colotrain.config.checks import CODE, check, find_resume
+from colotrain.config.adapter import check_brought, plan_adapter
+from colotrain.config.checks import CODE, check, find_resume, values_of
 from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
 from colotrain.config.schema import Config, Elastic, Observe, Optim, Train
@@ -252,13 +252,16 @@ def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
 
 def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
     model, hf = settings.model, settings.model.hf
+    adapter = plan_adapter(settings.adapter, problems)
+    if adapter is not None and adapter.path is not None:
+        problems += check_brought(values_of(settings), adapter)
     return ModelPlan(
         target=model.target or "",
         args=model.args,
         hf=str(Path(hf).expanduser().absolute()) if hf else None,
         deferred_init=model.deferred_init,
         quantize=model.quantize,
-        adapter=plan_adapter(settings.adapter, problems),
+        adapter=adapter,
         loss=settings.train.loss,
         objective=objective_plan(settings, problems),
         tp_plan=settings.mesh.tp_plan,

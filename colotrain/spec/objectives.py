@@ -13,6 +13,8 @@ from colotrain.spec.ranges import ABOVE_ZERO, AT_LEAST_ZERO, SHARE, Range, at_le
 
 IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
+PADDING_MASK = "padding_mask"
+"""Entry of a sample that is 0 for the padding at its end."""
 GOOD = "is_good"
 """Entry of a sample that is 1 where its answer is a good one, and else 0."""
 

@@ -6,17 +6,13 @@ token files have the number of the class behind the tokens of each text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import Prepared, Split
-from colotrain.data.read.packing import PADDING_MASK, Concatenation
-from colotrain.spec.plan import DataPlan
+from colotrain.spec.objectives import PADDING_MASK
 
 
 class LabelledSamples:
@@ -44,9 +40,3 @@ class LabelledSamples:
         ids, mask = torch.zeros(2, self.seq_len, dtype=torch.int64)
         ids[: len(text)], mask[: len(text)] = torch.tensor(text), 1
         return {"input_ids": ids, PADDING_MASK: mask, "labels": torch.tensor(label)}
-
-
-def open_labelled(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
-    """The samples of a split."""
-    parts = [LabelledSamples(shard, split, plan.seq_len) for shard in shards]
-    return parts[0] if len(parts) == 1 else Concatenation(parts)

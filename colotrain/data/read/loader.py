@@ -17,7 +17,6 @@ from torch import Tensor
 from colotrain import generators
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import parts_of, prepare_shards
-from colotrain.data.read.labelled import open_labelled
 from colotrain.data.read.masking import open_masked
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
 from colotrain.data.read.packing import TokenSamples, pack
@@ -70,8 +69,6 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
         return user_samples(plan, split)
     parts = parts_of(plan)
     pack_ = pack if plan.masked is None else open_masked
-    if plan.classes:
-        pack_ = open_labelled
     opened = [pack_(prepare_shards(part, cache=cache), part, split) for part in parts]
     if plan.source != "mixture":
         return opened[0]

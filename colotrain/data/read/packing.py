@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from colotrain.data.prepare.prepared import OF_BAD_ANSWER, Prepared, Split
+from colotrain.data.read.labelled import LabelledSamples
 from colotrain.errors import ConfigError, Problem
-from colotrain.spec.objectives import GOOD, IGNORE_INDEX, RelatedPlan
+from colotrain.spec.objectives import GOOD, IGNORE_INDEX, PADDING_MASK, RelatedPlan
 from colotrain.spec.plan import DataPlan
 
-PADDING_MASK = "padding_mask"
-"""Entry of a sample that is 0 for the padding at its end."""
 PAIRING = 44
 """Key of the order in which answers are paired with other prompts."""
 
@@ -301,6 +300,8 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     shift = 1 if plan.masked is None else 0
     if packing == "stream":
         return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate, shift=shift)
+    if plan.classes:
+        return LabelledSamples(shard, split, plan.seq_len)
     most = 1 if packing == "none" else None
     if plan.rated or plan.related is not None:
         return Documents(shard, split)

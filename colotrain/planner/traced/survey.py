@@ -21,7 +21,6 @@ from colotrain.data.read.loader import (
     refuse_empty,
     stack,
 )
-from colotrain.data.read.packing import PADDING_MASK
 from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.build.sequence import find_sequence
@@ -54,7 +53,7 @@ from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
-from colotrain.spec.objectives import GOOD
+from colotrain.spec.objectives import GOOD, PADDING_MASK
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from colotrain.data.read.packing import PADDING_MASK
 from colotrain.engine.gradients.accumulation import weighted_loss
 from colotrain.errors import ConfigError
 from colotrain.models.loading import build_whole
-from colotrain.spec.objectives import IGNORE_INDEX
+from colotrain.spec.objectives import IGNORE_INDEX, PADDING_MASK
 from colotrain.spec.plan import ModelPlan
 
 transformers = pytest.importorskip("transformers")

@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from colotrain.config.adapter import check_adapter, plan_adapter
-from colotrain.config.schema import Adapter
+from colotrain.config.adapter import check_adapter, check_brought, plan_adapter
+from colotrain.config.checks import values_of
+from colotrain.config.compose import gather
+from colotrain.config.schema import Adapter, Config
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.errors import ConfigError, Problem
 from colotrain.models import adapters
 from colotrain.models.loading import build, build_whole
+from colotrain.records import from_plain
 from colotrain.spec.plan import AdapterPlan, ModelPlan
 
 LLM = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_hidden": 24}
@@ -188,7 +191,6 @@ def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
         ({"rank_pattern": {"up": 2}}, {}, "matrices of its rank 2 (base_model.model.blocks.0.mlp."),
         ({"rank_pattern": {"(": 2}}, {}, "rank_pattern: (: "),
         ({"alpha_pattern": {"up": 0}}, {}, "alpha_pattern has 0"),
-        ({"lora_dropout": 0.5, "target_parameters": ["up"]}, {}, "0 with adapters on parameters"),
         ({}, {"rslora": True}, "adapter.rslora=true: expected False, as in adapter.path"),
         ({}, {"ranks": {"*": 2}}, "nothing beside adapter.path"),
         ({"of_a_later_version": 0.5}, {}, "of_a_later_version to be nothing"),
@@ -196,6 +198,7 @@ def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
         ({}, {"rank": 8}, "adapter.rank=8: expected 3, as in adapter.path"),
         ({}, {"targets": ["*"]}, "nothing beside adapter.path"),
         ({"r": "many"}, {}, "a directory in PEFT's format"),
+        ({"r": 0}, {}, "adapter_config.json: r is 0"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(
@@ -203,6 +206,28 @@ def test_what_would_compute_something_else_is_refused(
 ) -> None:
     _, problems = read(peft_folder(tmp_path, **changes), **written)
     assert any(line in str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("args", "lines"),
+    [
+        ([], ["adapter.dropout=0.5: expected null or 0 with adapter.parameters"]),
+        (["mesh.tp=2"], ["adapter.dropout=", "mesh.tp=2: expected 1 with adapter.parameters"]),
+        (["adapter.dropout=0", "model.quantize=nf4"], ["an adapter with adapter.parameters=[]"]),
+        (["adapter.dropout=0"], []),
+    ],
+)
+def test_rules_hold_for_what_an_adapters_directory_brings(
+    tmp_path: Path, args: list[str], lines: list[str]
+) -> None:
+    changes = {"lora_dropout": 0.5, "target_parameters": ["up"]}
+    written = ("adapter.name=lora", f"adapter.path={peft_folder(tmp_path, **changes)}", *args)
+    settings = from_plain(Config, gather(["recipe=llm-tiny", *written])[0])
+    found = plan_adapter(settings.adapter, [])
+    assert found is not None
+    problems = [str(problem) for problem in check_brought(values_of(settings), found)]
+    assert len(problems) == len(lines), problems
+    assert all(line in problem for line, problem in zip(lines, problems, strict=True)), problems
 
 
 def test_a_layer_with_an_adapter_can_be_split_from_its_block() -> None:
