@@ -125,6 +125,16 @@ def resolve(
     return dataclasses.replace(plan, warnings=tuple(warnings)), context
 
 
+def refuse_mistakes(config: dict[str, Any], found: Sequence[Problem]) -> None:
+    """Raise `ConfigError` with `found`, and with what is wrong whatever model and data are."""
+    problems = list(found)
+    settings = read(Config, config, key="", problems=problems)
+    if settings is not None:
+        problems += check(settings, is_whole=not _may_hide_the_model(problems))
+    if problems:
+        raise ConfigError(hinted(problems))
+
+
 def examine(
     settings: Config,
     reason: str,

@@ -27,6 +27,13 @@ LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "metal/*", "consolidated*")
 """Copies of weights for other programs."""
 
 
+def keys_with_names(config: dict[str, Any]) -> list[str]:
+    """Return the settings of a composed configuration that have names of the Hub."""
+    found = [key for key in KEYS if is_hub_name(_value(config, key))]
+    is_taught = _value(config, "train.objective") == "distill"
+    return [key for key in found if is_taught or key != TEACHER]
+
+
 def with_folders_(config: dict[str, Any], notices: list[str]) -> Iterator[Problem]:
     """Replace names of the Hub in a composed configuration by folders; yield what is wrong.
 
@@ -34,16 +41,14 @@ def with_folders_(config: dict[str, Any], notices: list[str]) -> Iterator[Proble
     """
     model = config.get("model")
     revision = model.get("revision") if isinstance(model, dict) else None
-    found = [(key, patterns) for key, patterns in KEYS.items() if is_hub_name(_value(config, key))]
-    if _value(config, "train.objective") != "distill":
-        found = [(key, patterns) for key, patterns in found if key != TEACHER]
+    found = keys_with_names(config)
     if revision is not None and not found:
         expected, fix = "none beside a directory", "name a model of the Hub, or set it to null"
         yield Problem(key="model.revision", value=revision, expected=expected, fix=fix)
-    for key, patterns in found:
+    for key in found:
         section, _, last = key.rpartition(".")
         name = _value(config, key)
-        folder = yield from _folder(key, name, revision, patterns)
+        folder = yield from _folder(key, name, revision, KEYS[key])
         if folder is not None:
             _value(config, section)[last] = folder
             notices.append(f"{key}={name}: commit {Path(folder).name}")

@@ -97,6 +97,10 @@ def resolve_config(
     host.check_open_files()
     notices, warnings, obstacles = list[str](), list[str](), list[str]()
     config, problems = compose(overrides, saved=saved, trusted=trusted, notices=notices)
+    if hub.keys_with_names(config):
+        from colotrain.planner.resolve import refuse_mistakes
+
+        refuse_mistakes(config, problems)  # before anything is downloaded
     problems += hub.with_folders_(config, notices)
     machine = this_machine()
     if job or (job is None and scheduler_of(config)):

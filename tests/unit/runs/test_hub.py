@@ -117,6 +117,15 @@ def test_what_the_hub_has_not_is_one_line(
         assert len(found.value.problems) == 1
 
 
+def test_other_mistakes_are_told_before_anything_is_downloaded(asked: list[str]) -> None:
+    wrong = ("optim.lr=-1", "optim.bettas=[0.9]", "model.quantize=nf4")
+    with pytest.raises(ConfigError) as found:
+        plan_from(["model.hf=org/tiny", *WORDS, *wrong])
+    keys = [problem.key for problem in found.value.problems]
+    assert sorted(keys) == ["adapter.name", "optim.bettas", "optim.lr"]
+    assert not asked
+
+
 def test_too_little_space_is_told_before_anything_is_downloaded(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
