@@ -179,7 +179,8 @@ def read_peft(folder: Path) -> AdapterPlan:
     for name, match in found.items():
         if match and not plan.parameters and match[3] != MAGNITUDE:
             rank = plan.rank_of(match[1].removeprefix(PREFIX))
-            if shapes[name][0 if match[3] == A else 1] != rank:
+            of_rank = shapes[name][slice(0, 1) if match[3] == A else slice(1, 2)]
+            if of_rank != (rank,):
                 expected = f"matrices of its rank {rank} ({name} is {shapes[name]})"
                 raise ConfigError([_wrong("path", folder, expected, "save it with PEFT")])
     return plan
@@ -225,9 +226,6 @@ def _refused(folder: Path, name: str, value: Any) -> Problem:
 def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
         found = read_json(folder / name)
-        float(found["lora_alpha"])
-        if int(found["r"]) < 1:
-            raise ValueError(f"r is {found['r']}")
         _check_types(found)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         expected = f"a directory in PEFT's format ({name}: {error})"
@@ -237,9 +235,18 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_types(settings: dict[str, Any]) -> None:
-    """Raise ValueError or TypeError for settings of other types than PEFT writes."""
+    """Raise KeyError, ValueError or TypeError for settings that PEFT does not write."""
+    if int(settings["r"]) < 1:
+        raise ValueError(f"r is {settings['r']}")
+    if not 0 < float(settings["lora_alpha"]) < math.inf:
+        raise ValueError(f"lora_alpha is {settings['lora_alpha']}")
+    if not 0 <= float(settings.get("lora_dropout") or 0) < 1:
+        raise ValueError(f"lora_dropout is {settings['lora_dropout']}")
     for key, to in (("rank_pattern", int), ("alpha_pattern", float)):
-        for pattern, number in (settings.get(key) or {}).items():
+        numbers = settings.get(key) or {}
+        if not isinstance(numbers, dict):
+            raise ValueError(f"{key} is no object")
+        for pattern, number in numbers.items():
             if not 0 < to(number) < math.inf:
                 raise ValueError(f"{key} has {number}")
             try:

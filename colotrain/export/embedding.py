@@ -20,7 +20,7 @@ def copy_modules(source: Path, folder: Path) -> None:
         return
     copy_files(source, folder, FILES)
     for module in read_json(source / MODULES):
-        name = Path(str(module["path"])).name
+        name = Path(str(module.get("path", ""))).name
         if name not in ("", ".", "..") and (source / name / "config.json").is_file():
             (folder / name).mkdir(exist_ok=True)
             copy_files(source / name, folder / name, ("config.json",))

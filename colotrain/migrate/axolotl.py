@@ -306,7 +306,7 @@ RULES = unless_null(
         "streaming": decided("files are read in blocks, and tokens kept on disk"),
         "streaming_multipack_buffer_size": decided("packing sees all documents"),
         "push_dataset_to_hub": none("nothing is sent to the Hub"),
-        "hf_use_auth_token": decided("the Hub is asked nothing"),
+        "hf_use_auth_token": decided("the Hub is asked with the token of `hf auth login`"),
         "min_sample_len": asked("leave shorter records out of the files"),
         "chat_template": _template,
         "chat_template_jinja": asked("set data.chat_template to a file with that text"),

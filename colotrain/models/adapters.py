@@ -30,8 +30,9 @@ from colotrain.models.adapter_kinds.low_rank import DROPOUT, LORA, A, AdapterKin
 from colotrain.models.adapter_kinds.magnitude import DORA, MAGNITUDE, row_norms, scaled_rows
 from colotrain.models.adapter_kinds.parameters import PARAMETER_ADAPTER, ParameterAdapter
 from colotrain.models.adapter_kinds.weights import is_transposed, whole_weight
+from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
-from colotrain.models.stored import StoredTensors
+from colotrain.models.stored import FLOATING, StoredTensors
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ALL_LINEAR, AdapterPlan
 
@@ -108,8 +109,14 @@ def _chosen(model: nn.Module, plan: AdapterPlan, layers: dict[str, nn.Module]) -
     """Names of the linear layers that get an adapter."""
     named = {name for name in layers if plan.targets_layer(name)}
     if ALL_LINEAR in plan.targets:
-        named |= layers.keys() - _heads(model)
+        named |= layers.keys() - _heads(model) - _new(model)
     return {name for name in named if not plan.excludes(name)}
+
+
+def _new(model: nn.Module) -> set[str]:
+    """Names of layers that the model's files lack: of a new head, or left out of its task."""
+    sources = facts_of(model).sources
+    return set() if sources is None else {name.rpartition(".")[0] for name in sources.missing}
 
 
 def _heads(model: nn.Module) -> set[str]:
@@ -324,6 +331,8 @@ def _misshapen(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
         found = stored.shape(part.stored) if part.stored in stored else None
         if found != shape:
             yield _of_another_model(plan, f"{part.stored} to be {shape}, not {found}")
+        elif stored.dtype(part.stored) not in FLOATING:
+            yield _of_another_model(plan, f"numbers, not {stored.dtype(part.stored)}")
     modules = tuple(f"{PREFIX}{name}." for name in plan.modules)
     for key in sorted({*stored} - known):
         if not key.startswith(modules):
@@ -350,6 +359,8 @@ def _unlike(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
         if found != tuple(own.shape):
             key, shape = PREFIX + name, tuple(own.shape)
             yield _of_another_model(plan, f"{key} to be {shape}, not {found}")
+        elif own.is_floating_point() and stored.dtype(PREFIX + name) not in FLOATING:
+            yield _of_another_model(plan, f"numbers, not {stored.dtype(PREFIX + name)}")
     for name, own in module_tree.named_parameters(model, remove_duplicate=False):
         for other in (n for n, p in whole.items() if p is own and n != name):
             if PREFIX + other in stored and not _are_equal(stored, PREFIX + name, PREFIX + other):

@@ -24,15 +24,13 @@ from colotrain.models.huggingface_files import (
     more_layers,
 )
 from colotrain.models.huggingface_internals import patterns_in_float32, patterns_to_ignore
-from colotrain.models.stored import StoredTensors
+from colotrain.models.stored import FLOATING, StoredTensors
 from colotrain.rundir import read_json
 
 MOST_PARAMETERS, MOST_LAYERS, MOST_LABELS = 250_000, 1_000, 10_000_000
 """Tensors of a model, and a number of layers in its configuration, which may make lists of it."""
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that older directories have, and models of today compute."""
-FLOATING = ("F64", "F32", "F16", "BF16")
-"""Dtypes of the format that hold a parameter's values as they are."""
 SHOWN = 6
 """Tensors that a sentence names."""
 
@@ -71,10 +69,14 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
         raise wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
 
 
-def remarks_on_files(model: nn.Module) -> Iterator[str]:
-    """What the files of a model that `build` made lack, have besides, or have untied."""
+def remarks_on_files(model: nn.Module, brought: Sequence[str] = ()) -> Iterator[str]:
+    """What the files of a model that `build` made lack, have besides, or have untied.
+
+    `brought`: names of modules that come from an adapter's directory.
+    """
     sources, kind = sources_of(model), type(model).__name__
-    if missing := missing_in(model):
+    of_others = tuple(f"{name}." for name in brought)
+    if missing := [name for name in missing_in(model) if not name.startswith(of_others)]:
         yield (
             f"the files of model.hf lack {_listed(missing)} of {kind}, which get transformers' "
             f"initial values, drawn from train.seed"

@@ -17,6 +17,9 @@ POINTER = b"version https://git-lfs"
 """Begin of what a clone without Git LFS has in place of a large file."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Dtypes of the format that hold a parameter's values as they are."""
+
 
 class StoredTensors:
     """Tensors of several safetensors files by name; only requested rows are read.

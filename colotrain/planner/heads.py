@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def check_head(settings: Config) -> Iterator[Problem]:
             yield Problem(key=f"model.args.{key}", value=value, expected=expected, fix="remove it")
 
 
+def check_brought_head(settings: Config, modules: Iterable[str]) -> Iterator[Problem]:
+    """Problem of a head that an adapter's directory brings, of which nobody knows the classes.
+
+    `modules`: names of the modules that are whole in it.
+    """
+    objective, classes = settings.train.objective, settings.train.classify.classes
+    heads = [name for name in modules if any(fnmatchcase(f"{name}.", glob) for glob in NAMES)]
+    if objective_of(objective).has_classes and heads and not classes:
+        expected = f"the names of the classes of {heads[0]} in adapter.path, in their order"
+        fix = "for example train.classify.classes=[bad,good]"
+        yield Problem(key="train.classify.classes", value="", expected=expected, fix=fix)
+
+
 def trained_heads(settings: Config) -> tuple[str, ...]:
     """Globs on the new head beside adapters, which trains with them."""
     has_adapter = settings.adapter.name is not None
@@ -54,7 +68,10 @@ def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     except (ColotrainError, OSError):  # reported when the data are read
         return ()
-    known = () if named else _known_classes(settings)
+    known = _known_classes(settings)
+    if named:
+        problems += _moved_classes(named, known)
+        known = ()
     if known and not {*found} <= {*known}:
         other = ", ".join(sorted({*found} - {*known})[:5])
         expected = f"a model whose classes are those of the data ({other} is none of its classes: "
@@ -70,6 +87,17 @@ def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
     return classes
 
 
+def _moved_classes(named: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
+    """Problem of a class of a model's own head that is named at another place of it."""
+    for name, own in zip(named, known, strict=False):
+        if name != own and name in known:
+            order = ", ".join(known[:20])
+            expected = f"the model's own classes in their order, which is {order}"
+            key, fix = "train.classify.classes", "leave it out, or give the model without its head"
+            yield Problem(key=key, value=", ".join(named), expected=expected, fix=fix)
+            return
+
+
 def _parts(settings: Config) -> list[DataPlan]:
     found = data_plan(settings.data, [])
     return [] if found is None or found.source == "target" else parts_of(found)
@@ -82,7 +110,10 @@ def _known_classes(settings: Config) -> tuple[str, ...]:
     is_one = isinstance(names, list) and any("SequenceClassification" in str(n) for n in names)
     if not is_one or not isinstance(labels, dict):
         return ()
-    return tuple(str(labels[number]) for number in sorted(labels, key=int))
+    try:
+        return tuple(str(labels[number]) for number in sorted(labels, key=int))
+    except ValueError:  # reported when the model is built
+        return ()
 
 
 def padding_id(settings: Config, problems: list[Problem]) -> int:
@@ -116,6 +147,7 @@ def _candidates(settings: Config) -> Iterator[Any]:
 
 def _config_of(settings: Config) -> dict[str, Any]:
     try:
-        return read_json(Path(settings.model.hf or "").expanduser() / "config.json")
-    except (OSError, ValueError, TypeError):  # reported when the model is built
-        return {}
+        found = read_json(Path(settings.model.hf or "").expanduser() / "config.json")
+    except (OSError, ValueError, TypeError):
+        found = None
+    return found if isinstance(found, dict) else {}  # reported when the model is built

@@ -24,7 +24,7 @@ from colotrain.planner.distillation import pass_before
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import changed_plans, memory_warnings, with_changes
-from colotrain.planner.heads import check_head, trained_heads
+from colotrain.planner.heads import check_brought_head, check_head, trained_heads
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.micro_batch import choose
@@ -265,6 +265,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
     adapter = plan_adapter(settings.adapter, problems)
     if adapter is not None and adapter.path is not None:
         problems += check_brought(values_of(settings), adapter)
+        problems += check_brought_head(settings, adapter.modules)
     return ModelPlan(
         target=model.target or "",
         args=model.args,

@@ -27,6 +27,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     small = copy.deepcopy(config)
     batch = plan.batch
     steps = min(batch.accumulation_steps, 2)
+    micro_batch = min(batch.micro_batch, 2 if plan.data.related else 1)  # texts to tell apart
     small["name"] = smoke_name(config, plan)
     small["plugin"]["name"] = plan.plugin.name
     small["cluster"]["procs_per_node"] = plan.cluster.procs_per_node
@@ -38,8 +39,8 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     small["train"] |= {
         "max_steps": STEPS,
         "epochs": None,
-        "global_batch": steps * batch.data_parallel,
-        "micro_batch": 1,
+        "global_batch": steps * batch.data_parallel * micro_batch,
+        "micro_batch": micro_batch,
         "eval_every": None,  # evaluations before the first step and after the last
         "eval_steps": int(plan.train.eval_steps != 0),
         "profile": {},

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from colotrain.models.facts import facts_of
+from colotrain.models.huggingface_match import missing_in
 from colotrain.models.quantized.layers import QuantizedLinear
 
 BLOCKS_AT_ONCE = 1024
@@ -73,17 +75,21 @@ READ: dict[str, Callable[[Tensor, Tensor, tuple[int, int]], Tensor]] = {
 
 
 def round_(model: nn.Module, name: str) -> None:
-    """Round the weights of the linear layers that a run packs: all but head and tied ones."""
+    """Round the weights of the linear layers that a run packs.
+
+    They are those in the model's files, but for the head's and tied ones.
+    """
     known = dict(model.named_parameters(remove_duplicate=False))
     find = getattr(model, "get_output_embeddings", None)
     heads = [find() if find is not None else getattr(model, "head", None)]
     heads += [getattr(model, name, None) for name in ("score", "classifier")]
+    lacking = set(missing_in(model)) if facts_of(model).sources else set()
     last = list(model.named_parameters())[-1][0].rpartition(".")[0]
     kept = {m for head in (*heads, model.get_submodule(last)) if head for m in head.modules()}
     with torch.no_grad():
         for layer in (m for m in model.modules() if type(m) is nn.Linear and m not in kept):
             owners = [n for n, p in known.items() if p is layer.weight]
-            if len(owners) == 1:
+            if len(owners) == 1 and owners[0] not in lacking:
                 layer.weight.copy_(ROUND[name](layer.weight.float()))
 
 

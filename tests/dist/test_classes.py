@@ -60,6 +60,11 @@ def test_an_exported_classifier_is_one_for_transformers(labelled: Colotrain, ada
     found = labelled.run(*words, *lora, "name=run", "checkpoint.every=1")
     assert 0.0 <= found["metrics"]["accuracy"] <= 1.0
     assert losses(labelled.resume("run", "train.max_steps=5"))[:4] == losses(found)
+    other = labelled(
+        "resume", "run", "train.max_steps=6", "train.classify.classes=[color,animal,number]"
+    )
+    assert other.code != 0
+    assert "its head knows animal, color, number, not color, animal, number" in other.err
     alone = ("--adapter",) if adapter else ()
     result = labelled("export", "run", "--to", "out", "--check", *alone)
     assert result.code == 0, result.out + result.err

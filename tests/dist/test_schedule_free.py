@@ -70,6 +70,25 @@ def test_an_export_is_the_mean_and_another_optimizer_begins_with_it(colotrain: C
         assert torch.allclose(then[name].double(), mean, rtol=0, atol=1e-6), name
 
 
+def test_what_a_resumed_run_freezes_stays_at_its_mean(colotrain: Colotrain) -> None:
+    """Its z is gone from later checkpoints; what still trains goes on where it was."""
+    colotrain.run(*SMALL, *WARM, "plugin=zero2", "name=mean")
+    before = read_whole(colotrain.rundir("mean").checkpoint(4))
+    settings = ('freeze.patterns=["*mlp*"]', "optim.lr=1e-12", "train.max_steps=5")
+    colotrain.resume("mean", *settings)
+    after, frozen = read_whole(colotrain.rundir("mean").checkpoint(5)), 0
+    for name in (name for name in before if name.startswith("model.")):
+        y, state = before[name].double(), f"optim.{name.removeprefix('model.')}.z"
+        z = before[state].double()
+        if "mlp" not in name:
+            assert torch.allclose(after[state].double(), z, atol=1e-7), name
+            continue
+        mean = (y - 0.1 * z) / 0.9
+        assert torch.allclose(after[name].double(), mean, atol=1e-7), name
+        frozen += not torch.allclose(y, mean, atol=1e-5)
+    assert frozen
+
+
 def test_a_schedule_that_falls_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optim\.schedule\.name=cosine: expected constant with"):
         plan_from([*SMALL, NAME[0]])

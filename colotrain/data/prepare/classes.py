@@ -36,7 +36,7 @@ def class_name(value: Any) -> str | None:
 def in_order(names: set[str]) -> tuple[str, ...]:
     """Numbers by their size, names by the alphabet."""
     if all(re.fullmatch(r"-?[0-9]+", name) for name in names):
-        return tuple(sorted(names, key=int))
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
     return tuple(sorted(names))
 
 

@@ -240,6 +240,7 @@ def restore_copy(run: Run, copied: Copied) -> None:
 
 def fill(run: Run, path: Path, manifest: Manifest, stored: Index) -> None:
     """Set the whole state of `run`. All ranks must call. `path` stands in messages."""
+    _refuse_other_classes(run, path, manifest)
     if same_ranks := has_same_ranks(run, manifest):
         stored = with_own(stored, run.rank)
     name = run.plan.optim.name
@@ -270,6 +271,16 @@ def fill(run: Run, path: Path, manifest: Manifest, stored: Index) -> None:
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
     _restore_progress(run, manifest)
+
+
+def _refuse_other_classes(run: Run, path: Path, manifest: Manifest) -> None:
+    """Raise `UsageError` where the rows of a trained head would stand for other classes."""
+    then, now = manifest.plan.get("data", {}).get("classes") or [], run.plan.data.classes
+    if then and now and [*then] != [*now]:
+        raise UsageError(
+            f"{path}: its head knows {', '.join(then)}, not {', '.join(now)}",
+            f"set train.classify.classes=[{','.join(then)}], with data of these classes",
+        )
 
 
 def _prepare_optimizer_(run: Run, stored: Mapping[str, Any], *, same_optimizer: bool) -> None:
@@ -305,19 +316,21 @@ def _move_between_means_(run: Run, manifest: Manifest, stored: Index) -> None:
     """Move parameters to where this run's optimizer has them, from where the checkpoint's had them.
 
     One that keeps a mean trains between the mean and `z`, at a place that its first beta tells; any
-    other begins with the mean. All ranks must call.
+    other begins with the mean, and what is frozen from now on stays there. All ranks must call.
     """
     optim, then = run.plan.optim, manifest.plan.get("optim", {})
-    same = optim.name == then.get("name") and [*optim.betas][:1] == [*then["betas"]][:1]
-    if same or not optimizer_of(str(then.get("name"))).averages:
+    if not optimizer_of(str(then.get("name"))).averages:
         return
-    held = {f"optim.{name}.z": p.detach() for name, p in run.sharded.named_parameters()}
+    same = optim.name == then.get("name") and [*optim.betas][:1] == [*then["betas"]][:1]
+    train = {f"optim.{name}.z" for name in run.optimizer.parameters}
+    named = {f"optim.{name}.z": p.detach() for name, p in run.sharded.named_parameters()}
+    held = {name: p for name, p in named.items() if not (same and name in train)}
     z = {name: torch.empty_like(p) for name, p in held.items() if name in stored}
     load(z, parts_of(run, z), stored)
     for name, tensor in z.items():
         local, parameter = local_part(tensor), local_part(held[name])
         mean = averaged(parameter, local, then["betas"][0])
-        goes_on = run.optimizer.kind.averages
+        goes_on = run.optimizer.kind.averages and name in train
         parameter.copy_(torch.lerp(mean, local, 1 - optim.betas[0]) if goes_on else mean)
 
 

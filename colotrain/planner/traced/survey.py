@@ -210,7 +210,7 @@ UNCALLED = (
 def remarks(module: nn.Module, model: ModelPlan) -> Iterator[str]:
     """What people should know of a model's first values and of how its loss is computed."""
     if model.hf is not None:
-        yield from remarks_on_files(module)
+        yield from remarks_on_files(module, model.adapter.modules if model.adapter else ())
     elif not model.is_deferred and leaves_init_uncalled(module):
         yield UNCALLED
     if not predicts_next(module):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from colotrain.config.adapter import check_adapter, check_brought, plan_adapter
@@ -199,6 +199,11 @@ def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
         ({}, {"targets": ["*"]}, "nothing beside adapter.path"),
         ({"r": "many"}, {}, "a directory in PEFT's format"),
         ({"r": 0}, {}, "adapter_config.json: r is 0"),
+        ({"lora_alpha": 0}, {}, "lora_alpha is 0"),
+        ({"lora_alpha": math.nan}, {}, "lora_alpha is nan"),
+        ({"lora_dropout": 1.5}, {}, "lora_dropout is 1.5"),
+        ({"lora_dropout": "much"}, {}, "a directory in PEFT's format"),
+        ({"rank_pattern": ["up"]}, {}, "rank_pattern is no object"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(
@@ -206,6 +211,16 @@ def test_what_would_compute_something_else_is_refused(
 ) -> None:
     _, problems = read(peft_folder(tmp_path, **changes), **written)
     assert any(line in str(problem) for problem in problems)
+
+
+def test_whole_numbers_are_no_values_of_an_adapter(tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+    found, problems = read(folder)
+    assert not problems
+    with pytest.raises(ConfigError, match="numbers, not I8"):
+        build(llm(found), seed=0)
 
 
 @pytest.mark.parametrize(

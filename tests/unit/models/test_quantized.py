@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from colotrain.engine.model.freezing import freeze_
 from colotrain.errors import ConfigError
 from colotrain.export.reader import ROUNDED
+from colotrain.models import adapters
 from colotrain.models.adapters import features
 from colotrain.models.loading import build, build_whole
 from colotrain.models.quantized.filling import packed_rows
@@ -22,6 +23,7 @@ from colotrain.models.quantized.schemes import SCHEMES
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import AdapterPlan, FreezePlan, ModelPlan
 from colotrain.verify import quantized as reference
+from tests.families import FAMILIES
 
 LLM = {"vocab_size": 32, "d_model": 24, "num_layers": 2, "num_heads": 2, "d_hidden": 40}
 LORA = AdapterPlan(rank=3, alpha=6.0, targets=("query", "down"))
@@ -145,6 +147,24 @@ def test_initial_weights_are_rounded_ones_of_the_model_without_blocks() -> None:
         wanted = reference.ROUND["nf4"](whole[f"{name}.weight"])
         assert torch.equal(found, wanted), name
         assert 0 < F.mse_loss(found, whole[f"{name}.weight"]).sqrt() < 0.02 * 0.15
+
+
+def test_layers_that_the_files_lack_stay_whole_and_get_no_adapter(tmp_path: Path) -> None:
+    """BERT's pooler in a directory of hidden tokens is new, as the classifier is."""
+    family = next(f for f in FAMILIES if f.architecture == "BertForMaskedLM")
+    linear = AdapterPlan(rank=2, alpha=2.0, targets=("all-linear",))
+    as_classifier = {"architectures": ["BertForSequenceClassification"]}
+    bare = ModelPlan(target="", hf=str(family.make(tmp_path / "bert")), args=as_classifier)
+    packed = build_whole(replace(bare, adapter=linear, quantize="nf4"), seed=3)
+    plain = build_whole(bare, seed=3)
+    new = plain.bert.pooler.dense.weight.clone()
+    reference.round_(plain, "nf4")
+    found = weights(packed)
+    assert len(found) == 3 * 6
+    for name, weight in found.items():
+        assert torch.equal(weight, plain.get_submodule(name).weight), name
+    assert torch.equal(plain.bert.pooler.dense.weight, new)
+    assert adapters.adapted(packed).keys() == found.keys()
 
 
 def test_a_layer_whose_model_casts_inputs_to_its_weights_dtype_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from colotrain.config.schema import Classify, Config, Data, Model, Train
 from colotrain.errors import Problem
-from colotrain.planner.heads import classes_of, padding_id
+from colotrain.planner.heads import check_brought_head, classes_of, padding_id
 
 
 def settings(folder: Path, config: dict[str, Any], **model: Any) -> Config:
@@ -37,6 +37,45 @@ def test_a_classifier_keeps_its_classes_and_another_model_gets_those_of_the_data
     assert not problems
     classes_of(settings(tmp_path, {**known, "id2label": {"0": "yes", "1": "maybe"}}), problems)
     assert "no is none of its classes" in str(problems[0])
+
+
+def test_named_classes_rename_those_of_a_classifier_and_move_none(tmp_path: Path) -> None:
+    """The rows of its head stay where they are."""
+    known = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {"0": "LABEL_0", "1": "no"},
+    }
+
+    def found(*named: str) -> tuple[tuple[str, ...], list[str]]:
+        problems: list[Problem] = []
+        made = settings(tmp_path, known)
+        made.train.classify.classes[:] = named
+        return classes_of(made, problems), [str(problem) for problem in problems]
+
+    assert found("yes", "no") == (("yes", "no"), [])
+    assert found("yes", "never") == (("yes", "never"), [])
+    _, (problem,) = found("no", "yes")
+    assert problem.startswith("train.classify.classes=no, yes: expected the model's own classes in")
+
+
+@pytest.mark.parametrize("config", [[], 3, {"id2label": {"a": "b"}, "architectures": ["x"]}])
+def test_a_configuration_of_another_form_is_left_to_whoever_builds_the_model(
+    tmp_path: Path, config: Any
+) -> None:
+    if isinstance(config, dict):
+        config["architectures"] = ["LlamaForSequenceClassification"]
+    problems: list[Problem] = []
+    assert classes_of(settings(tmp_path, config), problems) == ("no", "yes")
+    assert not problems
+
+
+def test_a_head_of_an_adapters_directory_needs_the_names_of_its_classes(tmp_path: Path) -> None:
+    made = settings(tmp_path, {})
+    (problem,) = check_brought_head(made, ("model.embed", "score"))
+    assert problem.key == "train.classify.classes"
+    assert not list(check_brought_head(made, ("model.embed",)))
+    made.train.classify.classes[:] = ["no", "yes"]
+    assert not list(check_brought_head(made, ("score",)))
 
 
 @pytest.mark.parametrize(
