@@ -165,7 +165,22 @@ def rounded_int8(weight: Tensor) -> Tensor:
     return (weight * (127.0 / largest.clamp(min=1e-30))).round() * (largest / 127.0)
 
 
-ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8}
+def rounded_mxfp4(weight: Tensor) -> Tensor:
+    """The weight in 4-bit floats times a power of two for each 32 numbers of a row.
+
+    Floats with one bit of mantissa are halves of powers of two, from 1 on: whole numbers of steps.
+    """
+    padded = F.pad(weight, (0, -weight.shape[1] % 32))
+    blocks = padded.unflatten(1, (-1, 32)).double()
+    largest = blocks.abs().amax(2, keepdim=True)
+    power = torch.exp2(largest.log2().floor().clamp(-125, 129) - 2)
+    shares = blocks / power
+    steps = torch.exp2(shares.abs().log2().floor().clamp(0, 2) - 1)
+    nearest = ((shares / steps).round() * steps).clamp(-6, 6)
+    return (nearest * power).flatten(1)[:, : weight.shape[1]].float().contiguous()
+
+
+ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8, "mxfp4": rounded_mxfp4}
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}

@@ -24,6 +24,9 @@ NF4_VALUES = torch.tensor(
     ]
 )
 
+MXFP4_BLOCK = 32
+MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
 
 def _round_nf4(weight: Tensor) -> Tensor:
     """Each number, over the largest of its 64, becomes the nearest of 16 values."""
@@ -63,11 +66,44 @@ def _read_int8(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     return (signed * (scales.clone().view(torch.float32) / 127.0)).view(shape)
 
 
-ROUND: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _round_nf4, "int8": _round_int8}
+def _round_mxfp4(weight: Tensor) -> Tensor:
+    """Each number of 32 in a row becomes the nearest 4-bit float times a power of two.
+
+    Written in float64, with logarithms and distances; of two values as near, the one at an even
+    place is taken.
+    """
+    rounded = torch.empty_like(weight)
+    preferred = MXFP4_VALUES[[0, 2, 4, 6, 1, 3, 5, 7]]  # argmin takes the first of two
+    for first in range(0, weight.shape[1], MXFP4_BLOCK):
+        block = weight[:, first : first + MXFP4_BLOCK].double()
+        largest = block.abs().max(1, keepdim=True).values
+        exponents = torch.floor(torch.log2(largest)).clamp(-125, 129) - 2
+        shares = block / 2.0**exponents
+        nearest = preferred[(shares.abs()[:, :, None] - preferred).abs().argmin(2)]
+        whole = nearest * shares.sign() * 2.0**exponents
+        rounded[:, first : first + MXFP4_BLOCK] = whole.float()
+    return rounded
+
+
+def _read_mxfp4(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Numbers of blocks whose bytes have the first of two codes in their lower half."""
+    found = torch.empty(len(codes), MXFP4_BLOCK, dtype=torch.float64)
+    for place, half in enumerate((codes.long() % 16, codes.long() // 16)):
+        found[:, place::2] = MXFP4_VALUES[half % 8] * (1.0 - 2.0 * (half // 8))
+    found *= 2.0 ** (scales.double() - 127.0)
+    return found.float().view(shape[0], -1)[:, : shape[1]].contiguous()
+
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "nf4": _round_nf4,
+    "int8": _round_int8,
+    "mxfp4": _round_mxfp4,
+}
 """Value of `model.quantize` → the weight that the blocks of a float32 weight stand for."""
 READ: dict[str, Callable[[Tensor, Tensor, tuple[int, int]], Tensor]] = {
     "nf4": _read_nf4,
     "int8": _read_int8,
+    "mxfp4": _read_mxfp4,
 }
 """Value of `model.quantize` → the weight of a shape that codes and scales stand for."""
 

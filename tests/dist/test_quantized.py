@@ -38,8 +38,9 @@ def test_verify_compares_with_plain_torch_on_whole_weights(tuned: Colotrain, kin
 
 
 @pytest.mark.slow
-def test_verify_and_exports_of_whole_numbers(tuned: Colotrain) -> None:
-    words = (*OF_LLAMA, "model.quantize=int8", "train.max_steps=2")
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
+def test_verify_and_exports_of_other_schemes(tuned: Colotrain, scheme: str) -> None:
+    words = (*OF_LLAMA, f"model.quantize={scheme}", "train.max_steps=2")
     options = ("--world-sizes", "2", "--plugins", "zero2,zero3", "--accumulation", "2", "--json")
     result = tuned("verify", *words, *options)
     assert result.code == 0, result.out + result.err

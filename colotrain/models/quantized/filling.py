@@ -71,17 +71,18 @@ def packed_rows(
 
     Only the rows that have these blocks are read.
     """
-    inputs, block = layer.in_features, layer.scheme.block_of(layer.in_features)
-    first, end = begin * block, min((begin + num) * block, inputs * layer.out_features)
-    row = first // inputs
-    rows = source.rows(stored, row, -(-end // inputs) - row)
-    numbers = rows.reshape(-1)[first - row * inputs : end - row * inputs].to(layer.whole_dtype)
-    return layer.scheme.packed(numbers.to(device), inputs)
+    scheme, inputs = layer.scheme, layer.in_features
+    block, width = scheme.block_of(inputs), scheme.width_of(inputs)
+    first, end = begin * block, min((begin + num) * block, width * layer.out_features)
+    row = first // width
+    rows = source.rows(stored, row, -(-end // width) - row)
+    numbers = scheme.numbers(rows)[first - row * width : end - row * width].to(layer.whole_dtype)
+    return scheme.packed(numbers.to(device), inputs)
 
 
 def _packed_part(layer: QuantizedLinear, whole: Tensor, *, begin: int, num: int) -> Packed:
     block = layer.scheme.block_of(layer.in_features)
-    numbers = whole.reshape(-1)[begin * block : (begin + num) * block]
+    numbers = layer.scheme.numbers(whole)[begin * block : (begin + num) * block]
     return layer.scheme.packed(numbers, layer.in_features)
 
 
