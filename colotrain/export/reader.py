@@ -86,9 +86,18 @@ def load_model(
         problems.append(f"config.json names no architecture: {config.get('architectures')}")
         return None
     own = {} if made is None else {"config": architecture.config_class.from_dict(made)}
+    place: Path | None = folder
+    quantized = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config")
+    if quantized:
+        settings = {n: v for n, v in config.items() if n != "quantization_config"}
+        if quantized.get("quant_method") == "bitsandbytes":  # whose library may not be there
+            place, own = None, {"state_dict": dequantized(folder)}
+        else:
+            settings["quantization_config"] = {**quantized, "dequantize": True}
+        own["config"] = architecture.config_class.from_dict(settings)
     try:
         model, told = architecture.from_pretrained(
-            folder,
+            place,
             **own,
             dtype=torch.float32,
             output_loading_info=True,
@@ -181,6 +190,31 @@ def rounded_mxfp4(weight: Tensor) -> Tensor:
 
 
 ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8, "mxfp4": rounded_mxfp4}
+
+
+def dequantized(folder: Path) -> Batch:
+    """The tensors of a directory with 4-bit codes or int8 of bitsandbytes, as float32."""
+    found: Batch = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    for name in [name for name in found if ".quant_state.bitsandbytes__" in name]:
+        settings = json.loads(bytes(found.pop(name).tolist()))
+        name = name.partition(".quant_state.")[0]
+        scales = found.pop(f"{name}.absmax")
+        if "nested_blocksize" in settings:
+            inner = found.pop(f"{name}.nested_absmax")
+            inner = inner.repeat_interleave(settings["nested_blocksize"])[: len(scales)]
+            scales = found.pop(f"{name}.nested_quant_map")[scales.int()] * inner
+            scales = scales + settings["nested_offset"]
+        codes = found[name].flatten().int()
+        numbers = found.pop(f"{name}.quant_map")[torch.stack((codes >> 4, codes & 15), 1)].flatten()
+        numbers = numbers * scales.repeat_interleave(settings["blocksize"])[: len(numbers)]
+        found[name] = numbers[: torch.Size(settings["shape"]).numel()].view(settings["shape"])
+    for name in [name for name in found if name.endswith(".SCB")]:
+        weight = f"{name.removesuffix('SCB')}weight"
+        found.pop(f"{weight}_format", None)
+        found[weight] = found[weight].float() * (found.pop(name).float()[:, None] / 127.0)
+    return found
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}

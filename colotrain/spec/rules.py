@@ -93,7 +93,6 @@ RULES: tuple[Rule, ...] = (
     Rule("model.hf", "model.target", (None,), "the directory is a model already"),
     Rule("model.hf", "model.deferred_init", (False,), "weights are read after sharding"),
     Rule("model.quantize", "adapter.name", ("lora",), "packed weights do not train"),
-    Rule("model.quantize", "adapter.parameters", ([],), "packed weights have no sum"),
     Rule(
         "model.quantize",
         "model.target",

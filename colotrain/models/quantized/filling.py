@@ -18,7 +18,8 @@ from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.quantized.layers import SCALES, QuantizedLinear, quantized_layers
 from colotrain.models.quantized.schemes import Packed
-from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.models.quantized.stored import open_weights
+from colotrain.models.stored import StoredTensors
 from colotrain.spec.plan import ModelPlan
 
 
@@ -30,7 +31,7 @@ def names_in(model: nn.Module) -> set[str]:
 def read_(model: nn.Module, plan: ModelPlan, *, shards: Shards, given: Set[str]) -> None:
     """Pack this rank's blocks of each weight in the directory, unless `given` has the layer's."""
     layers = quantized_layers(model)
-    stored = StoredTensors(weight_files(Path(str(plan.hf)))) if layers else None
+    stored = open_weights(Path(str(plan.hf))) if layers else None
     for name, layer in layers.items():
         if stored is not None and not {f"{name}.weight", f"{name}.{SCALES}"} <= given:
             with torch.no_grad():
