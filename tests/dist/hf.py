@@ -101,6 +101,11 @@ def store_quantized(folder: Path, method: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+GPT_OSS = {
+    **{"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 3},
+    **{"num_experts_per_tok": 2, "pad_token_id": 0},
+}
+"""Sizes of a small GPT-OSS whose experts have whole blocks of 32."""
 QUANTIZED = {
     "mxfp4": r"experts\.(gate_up|down)_proj$",
     **dict.fromkeys(("nf4", "int8"), r"_proj\.weight$"),

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.export.reader import dequantized
 from colotrain.models.loading import build_whole
-from colotrain.models.quantized.layers import quantized_layers
+from colotrain.models.quantized.layers import dequantize_, quantized_layers
 from colotrain.models.quantized.stored import open_weights
 from colotrain.spec.plan import AdapterPlan, ModelPlan
 from colotrain.verify.quantized import stored_values
-from tests.dist.hf import make_chat_directory, make_directory, store_quantized
+from tests.dist.hf import GPT_OSS, make_chat_directory, make_directory, store_quantized
 
 transformers = pytest.importorskip("transformers")
 OF_BITSANDBYTES = Path(__file__).with_name("bitsandbytes.safetensors")
 """What bitsandbytes 0.50.2 made of 280 blocks, with double quantization and without, and of rows,
 and under `NAME.expected` what it reads of them in float32."""
-OSS = {
-    **{"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 3},
-    **{"num_experts_per_tok": 2, "pad_token_id": 0},
-}
 LORA = AdapterPlan(rank=2, alpha=4.0, targets=("q_proj",))
 
 
 def gpt_oss(folder: Path) -> Path:
-    make_chat_directory(folder, "gpt_oss", **OSS)
+    make_chat_directory(folder, "gpt_oss", **GPT_OSS)
     store_quantized(folder, "mxfp4")
     return folder
 
@@ -153,3 +150,26 @@ def test_what_is_no_such_tensor_is_refused_by_its_name(change: str, tmp_path: Pa
     save_file(stored, path, metadata={"format": "pt"})
     with pytest.raises(ColotrainError, match=r"layers\.0\.mlp\.up_proj.*expected"):
         parameters(folder)
+
+
+def test_experts_have_adapters_beside_packed_layers(tmp_path: Path) -> None:
+    adapter = replace(LORA, parameters=("gate_up_proj", "down_proj"))
+    folder = str(gpt_oss(tmp_path / "model"))
+    plan = ModelPlan(target="", hf=folder, adapter=adapter, quantize="mxfp4")
+    packed, plain = (build_whole(plan, seed=0) for _ in range(2))
+    assert all(".self_attn." in name for name in quantized_layers(packed))
+    dequantize_(plain)
+    ids = torch.arange(16).view(2, 8)
+    gradients = []
+    for model in (packed, plain):
+        draws = torch.Generator().manual_seed(1)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            nn.init.normal_(parameter, std=0.1, generator=draws)
+        model(input_ids=ids, labels=ids)[0].backward()
+        gradients.append({name: p.grad for name, p in trained.items()})
+    assert sum("lora_of_" in name for name in gradients[0]) == 8
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, gradients[1][name])
