@@ -86,9 +86,18 @@ def load_model(
         problems.append(f"config.json names no architecture: {config.get('architectures')}")
         return None
     own = {} if made is None else {"config": architecture.config_class.from_dict(made)}
+    place: Path | None = folder
+    quantized = json.loads((folder / "config.json").read_text("utf-8")).get("quantization_config")
+    if quantized:
+        settings = {n: v for n, v in config.items() if n != "quantization_config"}
+        if quantized.get("quant_method") == "bitsandbytes":  # whose library may not be there
+            place, own = None, {"state_dict": dequantized(folder)}
+        else:
+            settings["quantization_config"] = {**quantized, "dequantize": True}
+        own["config"] = architecture.config_class.from_dict(settings)
     try:
         model, told = architecture.from_pretrained(
-            folder,
+            place,
             **own,
             dtype=torch.float32,
             output_loading_info=True,
@@ -165,7 +174,47 @@ def rounded_int8(weight: Tensor) -> Tensor:
     return (weight * (127.0 / largest.clamp(min=1e-30))).round() * (largest / 127.0)
 
 
-ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8}
+def rounded_mxfp4(weight: Tensor) -> Tensor:
+    """The weight in 4-bit floats times a power of two for each 32 numbers of a row.
+
+    Floats with one bit of mantissa are halves of powers of two, from 1 on: whole numbers of steps.
+    """
+    padded = F.pad(weight, (0, -weight.shape[1] % 32))
+    blocks = padded.unflatten(1, (-1, 32)).double()
+    largest = blocks.abs().amax(2, keepdim=True)
+    power = torch.exp2(largest.log2().floor().clamp(-125, 129) - 2)
+    shares = blocks / power
+    steps = torch.exp2(shares.abs().log2().floor().clamp(0, 2) - 1)
+    nearest = ((shares / steps).round() * steps).clamp(-6, 6)
+    return (nearest * power).flatten(1)[:, : weight.shape[1]].float().contiguous()
+
+
+ROUNDED = {"nf4": rounded_nf4, "int8": rounded_int8, "mxfp4": rounded_mxfp4}
+
+
+def dequantized(folder: Path) -> Batch:
+    """The tensors of a directory with 4-bit codes or int8 of bitsandbytes, as float32."""
+    found: Batch = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    for name in [name for name in found if ".quant_state.bitsandbytes__" in name]:
+        settings = json.loads(bytes(found.pop(name).tolist()))
+        name = name.partition(".quant_state.")[0]
+        scales = found.pop(f"{name}.absmax")
+        if "nested_blocksize" in settings:
+            inner = found.pop(f"{name}.nested_absmax")
+            inner = inner.repeat_interleave(settings["nested_blocksize"])[: len(scales)]
+            scales = found.pop(f"{name}.nested_quant_map")[scales.int()] * inner
+            scales = scales + settings["nested_offset"]
+        codes = found[name].flatten().int()
+        numbers = found.pop(f"{name}.quant_map")[torch.stack((codes >> 4, codes & 15), 1)].flatten()
+        numbers = numbers * scales.repeat_interleave(settings["blocksize"])[: len(numbers)]
+        found[name] = numbers[: torch.Size(settings["shape"]).numel()].view(settings["shape"])
+    for name in [name for name in found if name.endswith(".SCB")]:
+        weight = f"{name.removesuffix('SCB')}weight"
+        found.pop(f"{weight}_format", None)
+        found[weight] = found[weight].float() * (found.pop(name).float()[:, None] / 127.0)
+    return found
 
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}

@@ -22,7 +22,8 @@ from colotrain.models.loading import build_whole
 from colotrain.models.quantized.filling import packed_rows
 from colotrain.models.quantized.layers import SCALES, QuantizedLinear, quantized_layers
 from colotrain.models.quantized.schemes import Packed
-from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.models.quantized.stored import open_weights
+from colotrain.models.stored import StoredTensors
 
 
 def whole_entries(job: Job) -> list[Entry]:
@@ -101,7 +102,7 @@ def base_entries(job: Job) -> dict[str, Entry]:
         return {}
     plan = job.plan.model
     if plan.hf is not None:
-        stored, model = StoredTensors(weight_files(Path(plan.hf))), on_meta(plan)
+        stored, model = open_weights(Path(plan.hf)), on_meta(plan)
         found = sources_of(model).found
         dtypes = {n: p.dtype for n, p in module_tree.named_parameters(model)}
         drawn = huggingface.missing_values(model, plan, job.plan.train.seed)

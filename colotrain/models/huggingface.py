@@ -54,6 +54,7 @@ from colotrain.models.huggingface_task import (
     task_of,
 )
 from colotrain.models.huggingface_tensors import allow_parts_
+from colotrain.models.quantized.stored import FORMATS, method_of, open_weights
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.spec.objectives import EmbedPlan
 from colotrain.spec.plan import ModelPlan
@@ -65,10 +66,13 @@ SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 
 
 @offline()
-def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
+def build(
+    plan: ModelPlan, *, loads: bool = False, values: dict[str, Tensor] | None = None
+) -> nn.Module:
     """The model of `plan.hf` with parameters on the meta device, and real buffers.
 
-    With `loads` transformers itself reads its weights, and everything is real.
+    With `loads` transformers itself reads its weights, or takes `values` for the tensors of the
+    files, and everything is real.
 
     A causal language model takes batches in colotrain's convention (labels already shifted) and
     returns the summed loss and the number of targets; any other has transformers' own loss. Raises
@@ -85,7 +89,7 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     task = task_of(_transformers(), config, architecture)
     if task is None and not _gives_vectors(plan):
         _check_has_loss(folder, config, architecture)
-    model = _construct(architecture, config, dtype, folder if loads else None)
+    model = _construct(architecture, config, dtype, folder if loads else None, values)
     match_(model, _open(folder), folder)
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
@@ -132,7 +136,7 @@ def fill_(
     What the files lack gets transformers' initial values under `seed`, of which `shards` stores
     this rank's part. Tensors whose names are in `given` are not read.
     """
-    stored = StoredTensors(weight_files(Path(str(plan.hf))))
+    stored = open_weights(Path(str(plan.hf)))
     found = sources_of(model).found
     tensors = {
         **dict(module_tree.named_parameters(model)),
@@ -263,11 +267,23 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
         if '"auto_map"' in (folder / "config.json").read_text("utf-8", "replace"):
             raise _remote_code(folder) from error
         raise wrong(folder, f"a config.json that transformers reads ({error})") from error
-    if any(getattr(part, "quantization_config", None) for part in _parts(config)):
-        fix = "give the directory from before that; model.quantize packs its weights as it is read"
-        raise wrong(folder, "weights that are not quantized", fix)
+    _take_quantization_(config, folder)
     _change_(config, args, "model.args")
     return config
+
+
+def _take_quantization_(config: Any, folder: Path) -> None:
+    """Remove from a configuration how the files are quantized, which `open_weights` knows.
+
+    Raises `ConfigError` for quantized weights that it does not read.
+    """
+    method = method_of(folder)
+    if method in FORMATS:
+        del config.quantization_config
+    if any(getattr(part, "quantization_config", None) for part in _parts(config)):
+        expected = f"weights that are not quantized, or by {' or '.join(FORMATS)}"
+        fix = "give the directory from before that; model.quantize packs its weights as it is read"
+        raise wrong(folder, f"{expected} (config.json names {method})", fix)
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -342,12 +358,16 @@ def _check_balance(model: nn.Module) -> None:
 
 
 def _construct(
-    architecture: Any, config: Any, dtype: torch.dtype, folder: Path | None = None
+    architecture: Any,
+    config: Any,
+    dtype: torch.dtype,
+    folder: Path | None = None,
+    values: dict[str, Tensor] | None = None,
 ) -> nn.Module:
-    """The model on the meta device, or with its weights in `folder`."""
+    """The model on the meta device, or with its weights in `folder`, or with `values`."""
     try:
         if folder is not None:
-            return load(architecture, config, dtype, folder)
+            return load(architecture, config, dtype, folder, values)
         with parameters_on_meta(ParameterCounter(architecture).add):
             model: nn.Module = architecture._from_config(config, dtype=dtype)
     except Exception as error:  # whatever the library raises about sizes
@@ -400,7 +420,7 @@ def _to_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 def _open(folder: Path) -> StoredTensors:
     try:
-        return StoredTensors(weight_files(folder))
+        return open_weights(folder)
     except ColotrainError as error:
         problem = Problem(
             key="model.hf", value=folder, expected=f"weights ({error.problem})", fix=error.fix

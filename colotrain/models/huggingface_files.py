@@ -217,8 +217,17 @@ def extend_vocabulary_(model: Any, found: dict[str, Source]) -> None:
                 found[name] = Extended(source, shape)
 
 
-def load(architecture: Any, config: Any, dtype: torch.dtype, folder: Path) -> nn.Module:
-    """The model with its weights as transformers loads them, and resizes its vocabulary."""
+def load(
+    architecture: Any,
+    config: Any,
+    dtype: torch.dtype,
+    folder: Path,
+    values: dict[str, Tensor] | None = None,
+) -> nn.Module:
+    """The model with its weights as transformers loads them, and resizes its vocabulary.
+
+    `values` take the place of the tensors in the folder's files.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -226,8 +235,10 @@ def load(architecture: Any, config: Any, dtype: torch.dtype, folder: Path) -> nn
     size, known = (getattr(settings, "vocab_size", None) or 0 for settings in (text, stored))
     if size > known:
         text.vocab_size = known
-    options = {"local_files_only": True, "use_safetensors": True}
-    model: nn.Module = architecture.from_pretrained(folder, config=config, dtype=dtype, **options)
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    options |= {} if values is None else {"state_dict": values}
+    place = folder if values is None else None
+    model: nn.Module = architecture.from_pretrained(place, config=config, dtype=dtype, **options)
     if size > known:
         _resize_vocabulary_(model, size)
         text.vocab_size = size

@@ -98,7 +98,6 @@ RULES: tuple[Rule, ...] = (
         ("lora",),
         "packed weights do not train, and DoRA's norms need whole ones",
     ),
-    Rule("model.quantize", "adapter.parameters", ([],), "packed weights have no sum"),
     Rule(
         "model.quantize",
         "model.target",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ def build_plain(plan: ModelPlan, *, seed: int) -> nn.Module:
     """Build the whole model, with its initial values, in this process."""
     with seeded(seed):
         if plan.hf is not None:
-            model = huggingface.build(plan, loads=True)
+            values = quantized.stored_values(Path(plan.hf))
+            model = huggingface.build(plan, loads=True, values=values)
         elif plan.is_deferred:
             model = _initialised(plan, seed)
         else:

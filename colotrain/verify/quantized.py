@@ -6,9 +6,13 @@ have, and codes are taken out of bytes one by one.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from colotrain.models.facts import facts_of
@@ -25,6 +29,9 @@ NF4_VALUES = torch.tensor(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ]
 )
+
+MXFP4_BLOCK = 32
+MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
 def _round_nf4(weight: Tensor) -> Tensor:
@@ -65,13 +72,99 @@ def _read_int8(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     return (signed * (scales.clone().view(torch.float32) / 127.0)).view(shape)
 
 
-ROUND: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _round_nf4, "int8": _round_int8}
+def _round_mxfp4(weight: Tensor) -> Tensor:
+    """Each number of 32 in a row becomes the nearest 4-bit float times a power of two.
+
+    Written in float64, with logarithms and distances; of two values as near, the one at an even
+    place is taken.
+    """
+    rounded = torch.empty_like(weight)
+    preferred = MXFP4_VALUES[[0, 2, 4, 6, 1, 3, 5, 7]]  # argmin takes the first of two
+    for first in range(0, weight.shape[1], MXFP4_BLOCK):
+        block = weight[:, first : first + MXFP4_BLOCK].double()
+        largest = block.abs().max(1, keepdim=True).values
+        exponents = torch.floor(torch.log2(largest)).clamp(-125, 129) - 2
+        shares = block / 2.0**exponents
+        nearest = preferred[(shares.abs()[:, :, None] - preferred).abs().argmin(2)]
+        whole = nearest * shares.sign() * 2.0**exponents
+        rounded[:, first : first + MXFP4_BLOCK] = whole.float()
+    return rounded
+
+
+def _read_mxfp4(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Numbers of blocks whose bytes have the first of two codes in their lower half."""
+    found = torch.empty(len(codes), MXFP4_BLOCK, dtype=torch.float64)
+    for place, half in enumerate((codes.long() % 16, codes.long() // 16)):
+        found[:, place::2] = MXFP4_VALUES[half % 8] * (1.0 - 2.0 * (half // 8))
+    found *= 2.0 ** (scales.double() - 127.0)
+    return found.float().view(shape[0], -1)[:, : shape[1]].contiguous()
+
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "nf4": _round_nf4,
+    "int8": _round_int8,
+    "mxfp4": _round_mxfp4,
+}
 """Value of `model.quantize` → the weight that the blocks of a float32 weight stand for."""
 READ: dict[str, Callable[[Tensor, Tensor, tuple[int, int]], Tensor]] = {
     "nf4": _read_nf4,
     "int8": _read_int8,
+    "mxfp4": _read_mxfp4,
 }
 """Value of `model.quantize` → the weight of a shape that codes and scales stand for."""
+
+
+def stored_values(folder: Path) -> dict[str, Tensor] | None:
+    """Return the tensors of a directory that is stored quantized, as float32; None for others."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    method = str((config.get("quantization_config") or {}).get("quant_method"))
+    read = {"mxfp4": _dequantized_mxfp4, "bitsandbytes": _dequantized_bitsandbytes}.get(method)
+    if read is None:
+        return None
+    stored: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(path)
+    read(stored)
+    return stored
+
+
+def _dequantized_mxfp4(stored: dict[str, Tensor]) -> None:
+    """Put stacks [experts, inputs, outputs] in place of blocks [experts, outputs, groups, 16]."""
+    for name in [n.removesuffix("_blocks") for n in stored if n.endswith("_blocks")]:
+        blocks, scales = stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales")
+        experts = [
+            _read_mxfp4(b.reshape(-1, 16), s.reshape(-1, 1), (len(b), b[0].numel() * 2)).T
+            for b, s in zip(blocks, scales, strict=True)
+        ]
+        stored[name] = torch.stack(experts).contiguous()
+
+
+def _dequantized_bitsandbytes(stored: dict[str, Tensor]) -> None:
+    """Put weights in place of 4-bit codes and of rows of int8, and of what stands beside them."""
+    for state in [name for name in stored if ".quant_state.bitsandbytes__" in name]:
+        name = state.partition(".quant_state.")[0]
+        settings = json.loads(bytes(stored.pop(state).tolist()))
+        absmax = stored.pop(f"{name}.absmax")
+        if absmax.dtype == torch.uint8:
+            steps = stored.pop(f"{name}.nested_quant_map")[absmax.long()]
+            nested, size = stored.pop(f"{name}.nested_absmax"), settings["nested_blocksize"]
+            for index, largest in enumerate(nested):
+                steps[index * size : (index + 1) * size] *= largest
+            absmax = steps + settings["nested_offset"]
+        values, bytes_ = stored.pop(f"{name}.quant_map"), stored[name].flatten().long()
+        numbers = torch.empty(2 * len(bytes_))
+        numbers[0::2], numbers[1::2] = values[bytes_ // 16], values[bytes_ % 16]
+        for index, block in enumerate(numbers.split(settings["blocksize"])):
+            block *= absmax[index]
+        stored[name] = numbers[: math.prod(settings["shape"])].view(settings["shape"])
+    for scales in [name for name in stored if name.endswith(".SCB")]:
+        owner = scales.removesuffix("SCB")
+        stored.pop(f"{owner}weight_format", None)
+        rows = stored.pop(scales).float()
+        parts = [
+            row.float() * (rows[at] / 127.0) for at, row in enumerate(stored[f"{owner}weight"])
+        ]
+        stored[f"{owner}weight"] = torch.stack(parts)
 
 
 def round_(model: nn.Module, name: str) -> None:

@@ -7,6 +7,7 @@ changed weight: nothing of colotrain but its order of samples and its masks.
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples
+from colotrain.verify.quantized import NF4_VALUES
 from colotrain.verify.trajectory import Trajectory
 
 VOCAB, SEQ = 96, 12
@@ -57,6 +60,61 @@ def make_directory(kind: str, folder: Path, **llama: int) -> Path:
         )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def store_quantized(folder: Path, method: str) -> None:
+    """Replace weights in the files of a model by random ones that are stored quantized.
+
+    `method` is mxfp4 (experts), nf4 or int8 (linear layers), as published directories have them.
+    """
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    stored, draws = load_file(path), torch.Generator().manual_seed(7)
+    for name in [n for n in stored if re.search(QUANTIZED[method], n)]:
+        weight = stored.pop(name)
+        if method == "mxfp4":
+            experts, inputs, outputs = weight.shape
+            shape = (experts, outputs, inputs // 32)
+            stored[f"{name}_blocks"] = _bytes((*shape, 16), draws)
+            stored[f"{name}_scales"] = torch.randint(121, 124, shape, generator=draws).byte()
+        elif method == "nf4":
+            num = -(-weight.numel() // 64)
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32"}
+            state |= {"shape": [*weight.shape], "nested_blocksize": 8, "nested_offset": 0.2}
+            nested = {
+                "absmax": _bytes((num,), draws),
+                "quant_map": NF4_VALUES.clone(),
+                "nested_absmax": torch.rand(-(-num // 8), generator=draws) / 10,
+                "nested_quant_map": torch.linspace(-1, 1, 256),
+                "quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()]).byte(),
+            }
+            stored[name] = _bytes((-(-weight.numel() // 2), 1), draws)
+            stored |= {f"{name}.{key}": value for key, value in nested.items()}
+        else:
+            stored[name] = _bytes(tuple(weight.shape), draws).view(torch.int8)
+            stored[name.replace("weight", "SCB")] = torch.rand(len(weight), generator=draws) / 3
+            stored[f"{name}_format"] = torch.tensor(0, dtype=torch.uint8)
+    save_file(stored, path, metadata={"format": "pt"})
+    settings: dict[str, Any] = {"quant_method": "mxfp4" if method == "mxfp4" else "bitsandbytes"}
+    if method != "mxfp4":
+        settings["load_in_4bit" if method == "nf4" else "load_in_8bit"] = True
+    config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+GPT_OSS = {
+    **{"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 3},
+    **{"num_experts_per_tok": 2, "pad_token_id": 0},
+}
+"""Sizes of a small GPT-OSS whose experts have whole blocks of 32."""
+QUANTIZED = {
+    "mxfp4": r"experts\.(gate_up|down)_proj$",
+    **dict.fromkeys(("nf4", "int8"), r"_proj\.weight$"),
+}
+"""Method → regular expression of the tensors that are stored so."""
+
+
+def _bytes(shape: tuple[int, ...], draws: torch.Generator) -> Tensor:
+    return torch.randint(256, shape, generator=draws, dtype=torch.uint8)
 
 
 def add_tokenizer(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from colotrain.cli.main import guarded
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
-from tests.dist.hf import make_directory
+from tests.dist.hf import GPT_OSS, make_chat_directory, make_directory, store_quantized
 from tests.representatives import representatives
 from tests.running import SMALL, Colotrain, losses
 
@@ -38,8 +38,9 @@ def test_verify_compares_with_plain_torch_on_whole_weights(tuned: Colotrain, kin
 
 
 @pytest.mark.slow
-def test_verify_and_exports_of_whole_numbers(tuned: Colotrain) -> None:
-    words = (*OF_LLAMA, "model.quantize=int8", "train.max_steps=2")
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
+def test_verify_and_exports_of_other_schemes(tuned: Colotrain, scheme: str) -> None:
+    words = (*OF_LLAMA, f"model.quantize={scheme}", "train.max_steps=2")
     options = ("--world-sizes", "2", "--plugins", "zero2,zero3", "--accumulation", "2", "--json")
     result = tuned("verify", *words, *options)
     assert result.code == 0, result.out + result.err
@@ -47,6 +48,27 @@ def test_verify_and_exports_of_whole_numbers(tuned: Colotrain) -> None:
     for flags in ((), ("--adapter",)):
         result = tuned("export", "rows", "--to", f"out{len(flags)}", *flags, "--check")
         assert result.code == 0, result.out + result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mxfp4", "nf4"])
+def test_verify_and_exports_of_what_is_stored_quantized(colotrain: Colotrain, method: str) -> None:
+    folder, words = colotrain.cwd / "model", (*OF_LLAMA, f"model.quantize={method}")
+    if method == "mxfp4":
+        make_chat_directory(folder, "gpt_oss", **GPT_OSS)
+        words = (*words, "adapter.targets=[q_proj]", "adapter.parameters=[gate_up_proj,down_proj]")
+    else:
+        make_directory("llama", folder, **OF_BYTES)
+    store_quantized(folder, method)
+    options = ("--world-sizes", "2", "--plugins", "zero3", "--accumulation", "2", "--json")
+    result = colotrain("verify", *words, *options, "--steps", "2")
+    assert result.code == 0, result.out + result.err
+    assert 0.0 < max(case["max_abs_gradient"] for case in result.json["cases"]) < 1e-6
+    colotrain.run(*words, "plugin=zero3", "name=stored", "train.max_steps=2")
+    for flags in ((), ("--adapter",)):
+        result = colotrain("export", "stored", "--to", f"out{len(flags)}", *flags, "--check")
+        assert result.code == 0, result.out + result.err
+    assert "quantization_config" not in (colotrain.cwd / "out0" / "config.json").read_text()
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.quantized.layers import SCALES, QuantizedLinear, quantized_layers
 from colotrain.models.quantized.schemes import Packed
-from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.models.quantized.stored import open_weights
+from colotrain.models.stored import StoredTensors
 from colotrain.spec.plan import ModelPlan
 
 
@@ -30,7 +31,7 @@ def names_in(model: nn.Module) -> set[str]:
 def read_(model: nn.Module, plan: ModelPlan, *, shards: Shards, given: Set[str]) -> None:
     """Pack this rank's blocks of each weight in the directory, unless `given` has the layer's."""
     layers = quantized_layers(model)
-    stored = StoredTensors(weight_files(Path(str(plan.hf)))) if layers else None
+    stored = open_weights(Path(str(plan.hf))) if layers else None
     for name, layer in layers.items():
         if stored is not None and not {f"{name}.weight", f"{name}.{SCALES}"} <= given:
             with torch.no_grad():
@@ -71,17 +72,18 @@ def packed_rows(
 
     Only the rows that have these blocks are read.
     """
-    inputs, block = layer.in_features, layer.scheme.block_of(layer.in_features)
-    first, end = begin * block, min((begin + num) * block, inputs * layer.out_features)
-    row = first // inputs
-    rows = source.rows(stored, row, -(-end // inputs) - row)
-    numbers = rows.reshape(-1)[first - row * inputs : end - row * inputs].to(layer.whole_dtype)
-    return layer.scheme.packed(numbers.to(device), inputs)
+    scheme, inputs = layer.scheme, layer.in_features
+    block, width = scheme.block_of(inputs), scheme.width_of(inputs)
+    first, end = begin * block, min((begin + num) * block, width * layer.out_features)
+    row = first // width
+    rows = source.rows(stored, row, -(-end // width) - row)
+    numbers = scheme.numbers(rows)[first - row * width : end - row * width].to(layer.whole_dtype)
+    return scheme.packed(numbers.to(device), inputs)
 
 
 def _packed_part(layer: QuantizedLinear, whole: Tensor, *, begin: int, num: int) -> Packed:
     block = layer.scheme.block_of(layer.in_features)
-    numbers = whole.reshape(-1)[begin * block : (begin + num) * block]
+    numbers = layer.scheme.numbers(whole)[begin * block : (begin + num) * block]
     return layer.scheme.packed(numbers, layer.in_features)
 
 

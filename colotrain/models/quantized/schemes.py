@@ -1,13 +1,14 @@
 """How blocks of a weight's numbers become a few bits each, and numbers again.
 
 A weight [outputs, inputs] is cut row by row, without gaps, into blocks of equal length; the last
-one is filled up with zeros. Each block has its codes and one scale, so that any blocks can be read
-without the others. Everything is kept as bytes: no cast of parameters to half precision, and no
-other arithmetic, may touch a scale.
+one is filled up with zeros, and so is the last one of each row where blocks stay within rows. Each
+block has its codes and one scale, so that any blocks can be read without the others. Everything is
+kept as bytes: no cast of parameters to half precision, and no other arithmetic, may touch a scale.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The 16 values of 4-bit NormalFloat (Dettmers et al. 2023, appendix E), as in bitsandbytes."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The 4-bit floats without their sign, by code (OCP Microscaling Formats 1.0, section 5.3.3)."""
+E8M0_BIAS = 127
+MOST_EXPONENT = 2
+"""Exponent of the largest of E2M1."""
 LEAST = 1e-38
 """Least divisor, for blocks of zeros."""
 LEAST_OF_ROWS = 1e-30
@@ -54,6 +60,18 @@ class Scheme:
     """Packs [blocks, numbers] of float32."""
     unpack: Callable[[Packed], Tensor]
     """Returns [blocks, numbers] of float32."""
+    within_rows: bool = False
+    """Whether no block has numbers of two rows."""
+
+    def width_of(self, inputs: int) -> int:
+        """Return the numbers of a row, with those that fill it up."""
+        return inputs + (-inputs % self.block if self.within_rows and self.block else 0)
+
+    def numbers(self, rows: Tensor) -> Tensor:
+        """Return the numbers of rows [rows, inputs] in one line, as they are cut into blocks."""
+        inputs = rows.shape[-1]
+        missing = self.width_of(inputs) - inputs
+        return (F.pad(rows, (0, missing)) if missing else rows).reshape(-1)
 
     def block_of(self, inputs: int) -> int:
         """Return the numbers of a block, in a weight of so many inputs."""
@@ -62,14 +80,14 @@ class Scheme:
     def shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of the codes and of the scales of a weight."""
         block = self.block_of(inputs)
-        num = math.ceil(outputs * inputs / block)
+        num = math.ceil(outputs * self.width_of(inputs) / block)
         return (num, block * self.code_bits // 8), (num, self.scale_bytes)
 
     def packed(self, numbers: Tensor, inputs: int) -> Packed:
-        """Return the blocks of consecutive numbers of a weight that begin where a block does."""
-        block, flat = self.block_of(inputs), numbers.reshape(-1)
-        missing = -len(flat) % block
-        blocks = F.pad(flat, (0, missing)) if missing else flat
+        """Return the blocks of consecutive `numbers` that begin where a block does."""
+        block = self.block_of(inputs)
+        missing = -len(numbers) % block
+        blocks = F.pad(numbers, (0, missing)) if missing else numbers
         each = max(CHUNK_NUMEL // block, 1)
         parts = [self.pack(part.float()) for part in blocks.view(-1, block).split(each)]
         return Packed(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
@@ -78,14 +96,14 @@ class Scheme:
         self, packed: Packed, outputs: int, inputs: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Return the weight [outputs, inputs]; each number is rounded from float32 to `dtype`."""
-        block = self.block_of(inputs)
+        block, width = self.block_of(inputs), self.width_of(inputs)
         each = max(CHUNK_NUMEL // block, 1)
         found = packed.codes.new_empty((len(packed.codes), block), dtype=dtype)
         # without values one chunk shows what all of them allocate
         for at in range(0, each if found.is_meta else len(found), each):
             part = Packed(*(tensor[at : at + each] for tensor in packed))
             found[at : at + each] = self.unpack(part)
-        return found.view(-1)[: outputs * inputs].view(outputs, inputs)
+        return found.view(-1)[: outputs * width].view(outputs, width)[:, :inputs].contiguous()
 
 
 def _bytes(scales: Tensor) -> Tensor:
@@ -137,6 +155,36 @@ def _unpack_int8(packed: Packed) -> Tensor:
     return packed.codes.view(torch.int8).float() * (_floats(packed.scales) / 127.0)
 
 
+def _pack_mxfp4(blocks: Tensor) -> Packed:
+    """Each number becomes the nearest E2M1 times a power of two, the even one of two as near.
+
+    The power has the exponent of the block's largest number less that of E2M1's largest
+    (specification, section 6.3); what is still larger becomes the largest.
+    """
+    absmax = blocks.abs().amax(1, keepdim=True)
+    exponents = (torch.frexp(absmax).exponent - 1 - MOST_EXPONENT).clamp(-E8M0_BIAS, E8M0_BIAS)
+    scales = torch.where(absmax > 0, exponents + E8M0_BIAS, 0).to(torch.uint8)
+    shares = blocks.abs() / _powers(scales)
+    codes = torch.zeros_like(shares, dtype=torch.uint8)
+    for below, (low, high) in enumerate(itertools.pairwise(E2M1)):
+        bound = (low + high) / 2
+        codes += shares >= bound if below % 2 else shares > bound
+    return Packed(_in_pairs(codes + 8 * blocks.signbit(), high_first=False), scales)
+
+
+def _unpack_mxfp4(packed: Packed) -> Tensor:
+    values = (*E2M1, *(-value for value in E2M1))
+    pairs = _pairs(values, packed.codes.device, high_first=False)
+    return F.embedding(packed.codes.int(), pairs).flatten(1) * _powers(packed.scales)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """Return the powers of two that E8M0 bytes stand for, put together as bits of float32."""
+    bits = scales.int() << 23
+    bits = torch.where(scales == 0, 1 << 22, bits)  # 2^-127, which is subnormal
+    return torch.where(scales == 255, 0x7FC00000, bits).view(torch.float32)  # NaN
+
+
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
@@ -155,6 +203,15 @@ SCHEMES = {
             scale_bytes=4,
             pack=_pack_int8,
             unpack=_unpack_int8,
+        ),
+        Scheme(
+            name="mxfp4",
+            block=32,
+            code_bits=4,
+            scale_bytes=1,
+            pack=_pack_mxfp4,
+            unpack=_unpack_mxfp4,
+            within_rows=True,
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from colotrain.models.adapters import features
 from colotrain.models.loading import build, build_whole
 from colotrain.models.quantized.filling import packed_rows
 from colotrain.models.quantized.layers import dequantize_, quantized_layers
-from colotrain.models.quantized.schemes import SCHEMES
+from colotrain.models.quantized.schemes import E2M1, SCHEMES, Packed
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import AdapterPlan, FreezePlan, ModelPlan
 from colotrain.verify import quantized as reference
@@ -37,13 +38,18 @@ CODES = bytes.fromhex(
 
 ROW_OF_INT8 = [-127, -33, 61, -102, -8, 86, -76, 18, 112, -51, 43, -119, -25, 69, -94]
 SCALE_OF_INT8 = 2.34375
-MOST_ROUNDED = {"nf4": 0.16, "int8": 0.0041}
+MOST_ROUNDED = {"nf4": 0.16, "int8": 0.0041, "mxfp4": 0.25}
 """Half of the largest distance of two values, over the largest value."""
 
 
 def numbers() -> Tensor:
     n = torch.arange(150)
     return (((n * 37) % 101 - 50) * (3 - n // 64) / 64).view(10, 15)
+
+
+def packed_whole(name: str, weight: Tensor) -> Packed:
+    scheme = SCHEMES[name]
+    return scheme.packed(scheme.numbers(weight), weight.shape[1])
 
 
 def llm(scheme: str | None = "nf4", **changes: Any) -> ModelPlan:
@@ -57,7 +63,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_blocks_are_those_of_bitsandbytes() -> None:
-    packed = SCHEMES["nf4"].packed(numbers(), 15)
+    packed = packed_whole("nf4", numbers())
     assert bytes(packed.codes.flatten().tolist())[: len(CODES)] == CODES
     assert packed.scales.view(torch.float32).flatten().tolist() == SCALES
 
@@ -68,12 +74,12 @@ def test_three_ways_to_read_a_weight_agree(name: str, shape: tuple[int, int]) ->
     """The engine's, that of `verify`, and that of the process that checks exports."""
     weight, scheme = torch.randn(shape), SCHEMES[name]
     weight[0] = 0.0
-    packed = scheme.packed(weight, shape[1])
+    packed = packed_whole(name, weight)
     found = scheme.unpacked(packed, *shape)
     assert torch.equal(found, reference.ROUND[name](weight))
     assert torch.equal(found, reference.READ[name](*packed, shape))
     assert torch.equal(found, ROUNDED[name](weight))
-    assert torch.equal(scheme.packed(found, shape[1]).codes, packed.codes)
+    assert torch.equal(packed_whole(name, found).codes, packed.codes)
     largest = weight.abs().max().item()
     assert (found - weight).abs().max().item() <= largest * MOST_ROUNDED[name]
 
@@ -84,7 +90,7 @@ def test_a_ranks_blocks_are_those_of_the_whole_weight(name: str, tmp_path: Path)
     layer = quantized_layers(model)["blocks.0.mlp.up"]
     weight = torch.randn(layer.out_features, layer.in_features)
     source: Any = _Rows(weight)
-    whole = layer.scheme.packed(weight, layer.in_features)
+    whole = packed_whole(name, weight)
     for begin in range(0, len(whole.codes), 5):
         num = min(5, len(whole.codes) - begin)
         own = packed_rows(layer, source, source, begin=begin, num=num)
@@ -136,9 +142,37 @@ def test_gradients_are_those_of_a_plain_layer_and_no_weight_is_kept_for_them() -
 
 def test_rows_of_whole_numbers_are_those_of_bitsandbytes() -> None:
     """int8_vectorwise_quant of bitsandbytes 0.50.2, of the same numbers in float16."""
-    packed = SCHEMES["int8"].packed(numbers(), 15)
+    packed = packed_whole("int8", numbers())
     assert packed.codes.view(torch.int8)[0].tolist() == ROW_OF_INT8
     assert packed.scales.view(torch.float32).flatten()[:1].tolist() == [SCALE_OF_INT8]
+
+
+def test_blocks_of_32_are_those_of_transformers() -> None:
+    """Codes and scales drawn at random, those of subnormal and of infinite numbers included."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    codes = torch.randint(256, (3, 10, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(255, (3, 10, 4), dtype=torch.uint8)
+    scales[0] = torch.tensor([0, 1, 253, 254], dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        wanted = mxfp4.convert_moe_packed_tensors(codes, scales, dtype=dtype).transpose(1, 2)
+        packed = Packed(codes.view(-1, 16), scales.view(-1, 1))
+        found = SCHEMES["mxfp4"].unpacked(packed, 30, 128, dtype)
+        assert torch.equal(found.view(3, 10, 128), wanted)
+
+
+def test_numbers_become_the_nearest_four_bit_floats_and_even_ones_of_two() -> None:
+    ties = [(low + high) / 2 for low, high in pairwise(E2M1)]
+    numbers = torch.tensor([*E2M1, *ties, 5.01, 7.9, -0.3, -0.2, -7.0]) / 64
+    found = SCHEMES["mxfp4"].unpacked(packed_whole("mxfp4", numbers[None]), 1, len(numbers))
+    even = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert (found[0] * 64).tolist() == [*E2M1, *even, 6.0, 6.0, -0.5, -0.0, -6.0]
+
+
+def test_no_block_of_32_has_numbers_of_two_rows() -> None:
+    weight = torch.stack([torch.full((40,), 6.0), torch.full((40,), 6.0 / 1024)])
+    packed = packed_whole("mxfp4", weight)
+    assert packed.scales.flatten().tolist() == [127, 127, 117, 117]
+    assert torch.equal(SCHEMES["mxfp4"].unpacked(packed, 2, 40), weight)
 
 
 def test_initial_weights_are_rounded_ones_of_the_model_without_blocks() -> None:
@@ -203,7 +237,7 @@ def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
 
 
 def test_scales_of_bytes_survive_any_cast() -> None:
-    packed = SCHEMES["nf4"].packed(numbers(), 15)
+    packed = packed_whole("nf4", numbers())
     assert {tensor.dtype for tensor in packed} == {torch.uint8}
     rounded = SCHEMES["nf4"].unpacked(packed, 10, 15, torch.bfloat16)
     assert torch.equal(rounded, SCHEMES["nf4"].unpacked(packed, 10, 15).bfloat16())
