@@ -13,6 +13,9 @@ from colotrain.spec.ranges import ABOVE_ZERO, AT_LEAST_ZERO, SHARE, Range, at_le
 
 IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
+ROWS_OF = "rows_of_"
+"""Beginning of the name of a batch's entry with each sample's number of rows of an entry of
+images, such as `rows_of_pixel_values`: the entry itself is padded."""
 GOOD = "is_good"
 """Entry of a sample that is 1 where its answer is a good one, and else 0."""
 
