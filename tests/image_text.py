@@ -56,6 +56,9 @@ class ImageText:
         settings = self.settings(make_tokenizer(self.marks))
         config = transformers.AutoConfig.for_model(self.kind, **settings)
         model = getattr(transformers, self.architecture)(config)
+        for parameter in model.parameters():
+            if not parameter.any():  # Gemma 3's projection is: its gradient would be thousands
+                torch.nn.init.normal_(parameter, std=0.1)
         model.save_pretrained(folder)
         return folder
 

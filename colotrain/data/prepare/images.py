@@ -24,6 +24,8 @@ import numpy as np
 from colotrain.data.prepare.records import BadRecord
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 
+FORMAT = 1
+"""Number of the form of `packed`: a change makes earlier entries of the cache unused."""
 COLUMNS = ("images", "image")
 """Columns with the images of a record."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

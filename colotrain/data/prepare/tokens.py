@@ -201,7 +201,7 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
         folder = Path(plan.tokenizer)
         names = (name for name in images.PROCESSOR_FILES if (folder / name).is_file())
         named += [DataFile(name=name, path=folder / name) for name in names]
-        salt += f"images {version('transformers')}\n"
+        salt += f"images {images.FORMAT} {version('transformers')}\n"
     return named, salt
 
 
