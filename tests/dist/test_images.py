@@ -147,7 +147,8 @@ def test_samples_with_images_teach_as_in_plain_transformers(
 @pytest.mark.slow
 def test_other_images_are_found(tmp_path: Path) -> None:
     results = compare(image_text.LLAVA, tmp_path, ("zero3",), reference_seed=1)
-    assert not results[0].passed
+    assert results[0].max_abs_loss > 1e-2
+    assert results[0].max_abs_gradient > 1e-2
 
 
 @pytest.mark.slow
