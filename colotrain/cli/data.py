@@ -26,7 +26,7 @@ BAR_WIDTH = 40
 
 def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> int:
     """Prepare the data of the plan that the overrides describe, and print it with a sample."""
-    from colotrain.data.read.inspection import describe, sample_tokens
+    from colotrain.data.read.inspection import describe, sample_images, sample_tokens
     from colotrain.show.progress import preparation
 
     if split not in SPLITS:
@@ -36,6 +36,7 @@ def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> 
         document = describe(plan.data, progress)
     index, tokens = sample_tokens(plan.data, sample, seed=plan.train.seed, split=split)  # type: ignore[arg-type]
     document["sample"] = _sample_document(index, sample, split, tokens)
+    document["sample"]["images"] = sample_images(plan.data, index, split)  # type: ignore[arg-type]
     if as_json:
         print_json(document)
         return 0
@@ -102,6 +103,8 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "packing", part["packing"] + isolated
     for split in SPLITS:
         yield split, _counts(part, split)
+    if (images := part["images"]) is not None:
+        yield "images", _images(images)
     share = part["in_loss"] / max(part["tokens"]["train"], 1)
     yield "trained on", f"{part['in_loss']:,} tokens of train ({share:.1%})"
     if part["without_targets"]:
@@ -116,6 +119,17 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from (("note", str(note)) for note in notes if not note.is_unread)
     if unread := [f"{note.text} ({note.count:,} records)" for note in notes if note.is_unread]:
         yield "not read", ", ".join(unread)
+
+
+def _images(images: dict[str, Any]) -> str:
+    if not images["images"]:
+        return "none"
+    sizes = [" x ".join(map(str, images[which])) for which in ("smallest", "largest")]
+    counts = images["placeholders"]
+    return (
+        f"{images['images']:,} in {images['samples']:,} samples, {sizes[0]} to {sizes[1]}; "
+        f"{counts['min']:,} to {counts['max']:,} placeholders in a sample"
+    )
 
 
 def _counts(part: dict[str, Any], split: str) -> str:
@@ -162,6 +176,9 @@ def _print_sample(
         else:
             text.append(f"[[{shown}]]" if segment["in_loss"] else shown)
     console.print(text, soft_wrap=True)
+    for number, image in enumerate(sample["images"], 1):
+        width, height = image["size"]
+        console.print(f"image {number}: {width} x {height}, {image['image']}", highlight=False)
     meaning = "green" if coloured else "between [[ and ]]"
     console.print(f"({meaning}: trained on)", style="dim")
 

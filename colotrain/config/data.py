@@ -47,6 +47,7 @@ def data_plan(
     problems += missing
     source = "corpus" if data.corpus else "path" if paths else "mixture" if parts else "target"
     if data.target is None:
+        problems += _check_processor(data)
         problems += _check_tokenizer(data)
         problems += _check_template(data)
     if source == "target" and data.target is None:
@@ -191,6 +192,8 @@ def _needed(plan: DataPlan) -> tuple[str, str] | None:
         return f"{', '.join(plan.related.columns[:-1])} and {plan.related.columns[-1]}", RELATED
     if plan.classes:
         return "text and label", LABELLED
+    if plan.images:
+        return "messages and images", "give JSONL, Parquet or Arrow files of conversations"
     return ("prompt, completion and label", RATED) if plan.rated else None
 
 
@@ -201,6 +204,16 @@ def _check_tokenizer(data: Data) -> Iterator[Problem]:
     if wrong is not None:
         expected = f"bytes, bpe-SIZE or a tokenizer.json file ({wrong})"
         fix = "for example data.tokenizer=bytes"
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+
+
+def _check_processor(data: Data) -> Iterator[Problem]:
+    from colotrain.data.prepare.images import check_processor
+
+    wrong = check_processor(data.tokenizer) if data.images else None
+    if wrong is not None:
+        expected = f"a folder with a tokenizer and a processor of images ({wrong})"
+        fix = "name the model's directory, as data.tokenizer=auto does"
         yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
 
 

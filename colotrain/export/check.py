@@ -56,6 +56,7 @@ from colotrain.export.receipt import (
 from colotrain.export.source import CheckpointTensors
 from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
+from colotrain.models.huggingface_images import joined_images
 from colotrain.models.quantized.layers import quantized_layers
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -260,7 +261,7 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
         notes.append(f"the run was not evaluated at step {step}: only outputs are compared")
     elif request["loss"]["kind"] == "none":
         evaluated = None
-    rows = first_rows(plan, loader, NUM_SAMPLES)
+    rows = [joined_images(row) for row in first_rows(plan, loader, NUM_SAMPLES)]
     is_causal, head = _is_causal(plan, kind), plan.model.head
     has_loss = request["loss"]["kind"] != "none"
     own = "loss" if kind == "own" and has_loss else "logits"
@@ -269,10 +270,12 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
         _inputs(row, labels=has_loss and not is_causal) if head is None else scored(row, head)
         for row in rows
     ]
+    if plan.data.images:
+        samples = [{n: t for n, t in row.items() if n != "labels"} for row in rows]
     tensors = {f"sample/{i}/{n}": t for i, s in enumerate(samples) for n, t in s.items()}
     if evaluated is not None and loader is not None:
         for index, batch in enumerate(evaluation_batches(loader)):
-            tensors |= {f"batch/{index}/{n}": t for n, t in batch.items()}
+            tensors |= {f"batch/{index}/{n}": t for n, t in joined_images(batch).items()}
     stored = CheckpointTensors(checkpoint)
     beside_base = adapter_names(folder) if kind == "peft" else ()
     model = own_model(plan, stored, written=dtype, beside_base=beside_base)

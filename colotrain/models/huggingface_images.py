@@ -1,11 +1,32 @@
-"""Image-text models of transformers: which of their modules read images alone."""
+"""Image-text models of transformers: which of their modules read images alone, and batches."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from colotrain import module_tree
 from colotrain.models.huggingface_task import IMAGE_TEXT
+from colotrain.spec.objectives import ROWS_OF
+
+
+def joined_images(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as a processor makes it: entries of images without samples' padding, joined.
+
+    `rows_of_ENTRY` [samples] has the number of each sample's rows of an entry [samples, rows, …].
+    Numbers without values stand for all rows.
+    """
+    found = {name: value for name, value in batch.items() if not name.startswith(ROWS_OF)}
+    for name, rows in batch.items():
+        if name.startswith(ROWS_OF):
+            own: Tensor = batch[name.removeprefix(ROWS_OF)]
+            counts = [own.shape[1]] * len(own) if rows.is_meta else rows.tolist()
+            parts = [part[:count] for part, count in zip(own, counts, strict=True)]
+            found[name.removeprefix(ROWS_OF)] = torch.cat(parts)
+    return found
 
 
 def modules_of_images(model: Any) -> tuple[str, ...]:

@@ -147,6 +147,14 @@ def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[
     """
     if objective_of(settings.train.objective).relates_texts:
         return
+    if settings.data.images and survey.balances_experts:
+        expected = "false under data.images: the routers' loss is computed for texts alone"
+        key = "model.args.output_router_logits"
+        yield Problem(key=key, value=True, expected=expected, fix=f"set {key}=false")
+    if settings.data.images and not survey.of_images:
+        expected = "a directory of an image-text model (…ForConditionalGeneration)"
+        fix = "set data.images=false, or name such a directory in model.hf"
+        yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
     if objective_of(settings.train.objective).hides_tokens:
         if not survey.finds_hidden and (model.hf or survey.scores_tokens):
             expected = "a masked language model, such as a BertForMaskedLM, for its objective"

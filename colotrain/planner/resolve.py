@@ -508,8 +508,12 @@ def study_loss(
 
 
 def warn_of_unseen_images(data: DataPlan, survey: Survey) -> Iterator[str]:
-    """Warning of modules that train, and of which text without images needs nothing."""
-    if data.source == "target":
+    """Warning of modules that text without images does not reach: they stay, or are not planned."""
+    if data.images:
+        yield (
+            f"images: the plan counts no pixels and no activations of {', '.join(survey.of_images)}"
+        )
+    if data.source == "target" or data.images:
         return
     begins = tuple(f"{name}." for name in survey.of_images)
     trained = [p for p in survey.parameters if p.frozen_by is None and p.name.startswith(begins)]

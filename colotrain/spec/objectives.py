@@ -15,6 +15,9 @@ IGNORE_INDEX = -100
 """Label that losses leave out, as torch's do."""
 PADDING_MASK = "padding_mask"
 """Entry of a sample that is 0 for the padding at its end."""
+ROWS_OF = "rows_of_"
+"""Beginning of the name of a batch's entry with each sample's number of rows of an entry of
+images, such as `rows_of_pixel_values`: the entry itself is padded."""
 GOOD = "is_good"
 """Entry of a sample that is 1 where its answer is a good one, and else 0."""
 

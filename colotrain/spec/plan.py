@@ -214,6 +214,7 @@ class PartPlan(CommonPart):
 OF_SAMPLES = (
     *("target", "args", "collate"),
     *("seq_len", "pairs", "rated", "related", "masked", "classes", "isolate", "marks_padding"),
+    "images",
 )
 """Settings under `data` that samples' shapes depend on."""
 

@@ -92,6 +92,9 @@ class CommonData:
     loss_on: Literal["answers", "last", "all"] = "answers"
     """Tokens of prompt/completion and chat records that count in the loss: those of all answers, of
     the last answer, or all tokens."""
+    images: bool = False
+    """Conversations have images: paths relative to the data file, or bytes. The processor in the
+    folder `tokenizer` makes placeholders and pixels of them."""
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
     """How documents become samples: `stream` concatenates them and cuts windows; `whole` puts whole
     documents side by side and pads; `none` pads each. auto: none for records with answers,
@@ -107,8 +110,8 @@ class CommonData:
     """`package.module:callable` that returns a weight for each sample of your own dataset; samples
     are drawn by them, with replacement."""
     num_workers: int = 0
-    """Processes of each rank that read micro-batches ahead, for a dataset of your own with slow
-    samples; 0: the rank reads them itself, between forward passes."""
+    """Processes of each rank that read micro-batches ahead, for images and for a dataset of your
+    own with slow samples; 0: the rank reads them itself, between forward passes."""
     shuffle: bool = True
     """Draw samples in random order from the seed; otherwise in file order."""
     validation_fraction: float = 0.05

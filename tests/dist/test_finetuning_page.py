@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "finetuning.md"
 def test_the_page_can_be_followed(colotrain: Colotrain) -> None:
     follower = Follower(colotrain, PAGE, colotrain.cwd)
     follower.follow()
-    assert len(follower.ran) == 21
+    assert len(follower.ran) == 24
 
     def load(name: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(colotrain.cwd / name)
@@ -28,6 +28,8 @@ def test_the_page_can_be_followed(colotrain: Colotrain) -> None:
     for name in ("all-hf", "lora-merged", "chat-hf", "qlora-merged"):
         ids = tokenizer("def train(", return_tensors="pt")["input_ids"]
         assert load(name).generate(ids, max_new_tokens=4, do_sample=False).shape[1] == 14
+    processor = transformers.AutoProcessor.from_pretrained(colotrain.cwd / "seen-hf")
+    assert processor.image_token == "<image>"
     assert str(load("lora-merged").dtype) == "torch.bfloat16"
     sizes = [
         sum(f.stat().st_size for f in colotrain.rundir(run).checkpoints.rglob("*") if f.is_file())

@@ -27,7 +27,7 @@ BASE = (
 )
 TENSORS = "torch numpy safetensors tokenizers psutil xxhash"
 EXTRAS = "transformers huggingface_hub peft datasets tensorboard wandb mlflow pynvml matplotlib"
-EXTRAS += " pyarrow jinja2 yaml bitsandbytes"
+EXTRAS += " pyarrow jinja2 yaml bitsandbytes PIL"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from colotrain.data.prepare import images
 from colotrain.data.prepare.classes import LABEL, class_name
 from colotrain.data.prepare.messages import (
     Conversation,
@@ -33,7 +34,7 @@ from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
 from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
-BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label")
+BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label", "images")
 COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
 RELATED_TEXTS = ("query", "positive", "negative")
@@ -72,6 +73,8 @@ class Rendered:
     """Names of the record's fields that mean nothing here, such as an id."""
     is_bad: bool = False
     """Whether the record's label says that its answer is a bad one."""
+    images: tuple[Any, ...] = ()
+    """The images of the record, as it names them."""
 
 
 class Fields:
@@ -164,17 +167,23 @@ class Renderer:
     """Whether records are answers with a label, which says whether they are good."""
     classes: tuple[str, ...] = field(default=(), repr=False)
     """Names of the classes of texts; none: records have no class."""
+    processor: str | None = field(default=None, repr=False)
+    """Folder of the processor of the records' images; None: records have no images."""
 
     @property
     def needs_texts(self) -> bool:
         """Whether records that hold tokens instead of texts are of no use."""
-        return bool(self.pairs or self.rated or self.related or self.classes)
+        return bool(
+            self.pairs or self.rated or self.related or self.classes or self.processor is not None
+        )
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
         own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
         related = (*RELATED_TEXTS, ANCHOR) if self.related else ()
         meanings = (*COLUMNS, *own, *related)
+        meanings = tuple(one for one in meanings if one not in images.COLUMNS)
+        meanings += images.COLUMNS if self.processor is not None else ()
         return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
 
     def documents(self, record: Mapping[str, Any]) -> list[Rendered]:
@@ -185,6 +194,8 @@ class Renderer:
         fields = Fields(record, self.columns)
         found = self._rated(fields) if self.rated else self._texts(fields)
         found = [one for one in found if one.text]
+        if self.processor is not None and not all(one.images for one in found):
+            raise BadRecord("no image: under data.images=true each record has one in its messages")
         if self.pairs and len(found) == 1:
             raise BadRecord("one of the pair's texts is empty")
         try:
@@ -361,6 +372,7 @@ class Renderer:
             first = len(messages) - 1 if self.pairs or self.rated else 0
             return self._chat(Conversation(messages=messages, first=first), fields)
         self._check_label(fields)
+        self._check_images(fields)
         turns = [(question.plain(), "")] if question.is_plain else question.with_headings()
         text, spans = "", []
         for asked, reply in [*turns[:-1], (turns[-1][0], answer)]:
@@ -376,11 +388,13 @@ class Renderer:
         if self.template is None:
             raise no_template()
         value = [value] if isinstance(value, Mapping) else value
-        return read_conversation(value, self.template, name)
+        has_images = self.processor is not None
+        return read_conversation(value, self.template, name, images=has_images)
 
     def _chat(self, chat: Conversation, fields: Fields) -> list[Rendered]:
         """A conversation's texts, with what the record's other fields give the template."""
         self._check_label(fields)
+        pictures = self._place_images(chat, fields)
         if chat.messages[0]["role"] not in ("system", "developer"):
             system = fields.take_text(*SYSTEMS)
             if system:
@@ -404,9 +418,33 @@ class Renderer:
                 ends=False,
                 notes=tuple(notes),
                 unread=tuple(unread),
+                images=pictures,
             )
             for sample in samples
         ]
+
+    def _place_images(self, chat: Conversation, fields: Fields) -> tuple[Any, ...]:
+        """The record's images, for which the conversation then has parts."""
+        if self.processor is None:
+            self._check_images(fields)
+            return ()
+        value = fields.take(*images.COLUMNS)
+        given = [] if value is None else value if isinstance(value, list) else [value]
+        if given and chat.images:
+            raise BadRecord("parts of messages and a column have images: give one of them")
+        found = tuple(given or chat.images)
+        chat.place_images(len(found))
+        return found
+
+    def _check_images(self, fields: Fields) -> None:
+        """Refuse images beside an answer, which would be learned without them."""
+        for column in images.COLUMNS:
+            name = fields.name(column)
+            if fields.record.get(name) not in (None, "", []):
+                raise BadRecord(
+                    f"{name}: images beside a conversation, which data.images=true reads (or leave "
+                    "the column out)"
+                )
 
 
 def _as_answer(value: Any) -> Any:
@@ -459,6 +497,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         rated=plan.rated,
         related=plan.related.columns if plan.related is not None else (),
         classes=plan.classes,
+        processor=plan.tokenizer if plan.images else None,
     )
 
 

@@ -51,6 +51,8 @@ class Conversation:
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments for the template (`chat_template_kwargs`)."""
     notes: list[str] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    """Images that parts of contents bring along, in their order."""
 
     def prepend(self, other: Conversation) -> None:
         """Put another's messages before these, which are then the first to be trained on."""
@@ -59,6 +61,41 @@ class Conversation:
         self.untrained = {index + count for index in self.untrained} | other.untrained
         self.first += count
         self.notes += other.notes
+        self.images[:0] = other.images
+
+    @property
+    def num_images(self) -> int:
+        """Number of parts of contents that are images."""
+        return sum(is_image(part) for m in self.messages for part in parts_of(m.get("content")))
+
+    def place_images(self, count: int) -> None:
+        """Let contents be lists of parts with `count` images, and raise `BadRecord` for another
+        number.
+
+        Without parts that are images, they are at the marks `<image>` of the texts, or else before
+        the text of the first message of the user, as TRL puts them.
+        """
+        marks = sum(part["text"].count(MARK) for part in self._text_parts())
+        if marks and (self.num_images or marks != count):
+            raise BadRecord(
+                f"there are {marks} marks {MARK} in the texts, and {count} images: write images as "
+                'parts of contents, {"type": "image"}'
+            )
+        for message in self.messages:
+            if "content" in message:
+                message["content"] = [*_with_marked_images(parts_of(message["content"]))]
+        if not self.num_images and count:
+            asks = (m for m in self.messages if m["role"] == "user" and "content" in m)
+            first = next(asks, None)
+            if first is None:
+                raise BadRecord("no message of the user, which could show the images")
+            first["content"][:0] = [dict(IMAGE) for _ in range(count)]
+        if self.num_images != count:
+            raise BadRecord(f"there are {count} images, and {self.num_images} parts for them")
+
+    def _text_parts(self) -> Iterator[dict[str, Any]]:
+        for message in self.messages:
+            yield from (part for part in parts_of(message.get("content")) if not is_image(part))
 
     def answers(self, loss_on: str) -> list[int]:
         """Positions of the answers that are trained on; raises `BadRecord` where there is none,
@@ -80,14 +117,50 @@ class Conversation:
         return found
 
 
+IMAGE = {"type": "image"}
+MARK = "<image>"
+"""What stands for an image in texts, in the manner of LLaVA's data."""
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """The parts of a content; a text is one part."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return list(content or ())
+
+
+def is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image"
+
+
+def text_of(content: Any) -> str:
+    """The text of a content, without its images."""
+    return "".join(part["text"] for part in parts_of(content) if not is_image(part))
+
+
+def _with_marked_images(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for part in parts:
+        if is_image(part):
+            yield part
+            continue
+        for index, text in enumerate(part["text"].split(MARK)):
+            if index:
+                yield dict(IMAGE)
+            if text or not part["text"]:
+                yield {"type": "text", "text": text}
+
+
 def turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def read_conversation(value: Any, template: str, name: str = "messages") -> Conversation:
+def read_conversation(
+    value: Any, template: str, name: str = "messages", *, images: bool = False
+) -> Conversation:
     """Messages with the fields role and content, for which `from` and `value` are accepted, too.
 
-    `template` tells which roles it knows by name; `name` is the column's.
+    `template` tells which roles it knows by name; `name` is the column's. `images`: whether parts
+    of contents may be images.
     """
     value = parsed(name, value)
     if not isinstance(value, list) or not value:
@@ -97,7 +170,7 @@ def read_conversation(value: Any, template: str, name: str = "messages") -> Conv
         if not isinstance(message, Mapping):
             raise BadRecord(f"message {index + 1}: expected role and content")
         try:
-            chat.messages.append(_message(message, template, chat.notes))
+            chat.messages.append(_message(message, template, chat, images))
             if not _is_trained(message, chat):
                 chat.untrained.add(index)
         except BadRecord as error:
@@ -105,12 +178,14 @@ def read_conversation(value: Any, template: str, name: str = "messages") -> Conv
     return chat
 
 
-def _message(message: Mapping[str, Any], template: str, notes: list[str]) -> dict[str, Any]:
+def _message(
+    message: Mapping[str, Any], template: str, chat: Conversation, images: bool
+) -> dict[str, Any]:
     role, content = (
         message.get(older) if message.get(name) is None else message[name]
         for name, older in (("role", "from"), ("content", "value"))
     )
-    content = _joined(content)
+    content = _with_images(content, chat.images) if images else _joined(content)
     if not isinstance(role, str):
         raise BadRecord(f"expected a role, not {shown(role)}")
     left_out = {"role", "from", "content", "value", "tool_calls", "function_call", *FLAGS}
@@ -118,10 +193,10 @@ def _message(message: Mapping[str, Any], template: str, notes: list[str]) -> dic
     calls = _calls(message)
     if role in CALLS and isinstance(content, str):
         calls, content = _calls_of_text(content), None
-    if not isinstance(content, str) and not calls:
+    if not isinstance(content, str | list) and not calls:
         raise BadRecord(f"expected text as content, not {shown(content)}")
     if role == "developer" and not knows(template, role):
-        notes += [DEVELOPER]
+        chat.notes += [DEVELOPER]
     rest |= {"tool_calls": calls} if calls else {}
     rest |= {"content": content} if content is not None else {}
     return {"role": _role(role, template), **{k: v for k, v in rest.items() if v is not None}}
@@ -168,9 +243,31 @@ def _joined(content: Any) -> Any:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind != "text" or not isinstance(text, str):
-            raise BadRecord(f"expected parts that are text, not {kind}")
+            fix = " (data.images=true reads images)" if kind == "image" else ""
+            raise BadRecord(f"expected parts that are text, not {kind}{fix}")
         texts.append(text)
     return "".join(texts)
+
+
+def _with_images(content: Any, images: list[Any]) -> Any:
+    """A content with the texts and images of its parts; images that they bring are appended."""
+    if not isinstance(content, list) or not any(
+        isinstance(part, Mapping) and is_image(part) for part in content
+    ):
+        return _joined(content)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, Mapping) and is_image(part):
+            given = [part[name] for name in SOURCES if part.get(name) is not None]
+            images += given[:1]
+            parts.append(dict(IMAGE))
+        else:
+            parts.append({"type": "text", "text": _joined([part])})
+    return parts
+
+
+SOURCES = ("image", "path", "url", "bytes", "base64")
+"""Fields of a part that say which image it is."""
 
 
 def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -90,6 +90,9 @@ class Prepared:
     bad: tuple[str, ...] = ()
     """The first bad records: `FILE:LINE: what is wrong`."""
     notes: tuple[Note, ...] = ()
+    joins: dict[str, bool] | None = None
+    """Entry of images → whether those of samples are joined along its first dimension, instead of
+    padded; None: documents have no images."""
 
     def count(self, split: Split) -> int:
         return self.num_train if split == "train" else self.num_validation
@@ -139,6 +142,13 @@ class Prepared:
             return None
         path = beside(self.train if split == "train" else self.validation, "targets")
         return _map(path, "u1", start=0, count=self.count(split))
+
+
+def image_documents(found: Prepared, split: Split) -> tuple[Path, np.ndarray[Any, Any]]:
+    """File of a split's texts and images (`images.packed`), and the end of each document in it."""
+    tokens = found.train if split == "train" else found.validation
+    ends = beside(tokens, "image_ends")
+    return beside(tokens, "images"), _map(ends, "<i8", start=0, count=_num_ends(tokens))
 
 
 def beside(tokens: Path, ending: str) -> Path:
@@ -218,8 +228,15 @@ def _sizes(found: Prepared) -> Iterator[bool]:
         yield count_tokens(path, found.dtype) == count
         if found.has_targets:
             yield beside(path, "targets").stat().st_size == count
+        if found.joins is not None:
+            ends = _map(beside(path, "image_ends"), "<i8", start=0, count=_num_ends(path))
+            yield beside(path, "images").stat().st_size == (int(ends[-1]) if len(ends) else 0)
         if found.has_documents:
             yield beside(path, "ends").stat().st_size % 8 == 0
+
+
+def _num_ends(tokens: Path) -> int:
+    return beside(tokens, "image_ends").stat().st_size // 8
 
 
 def count_tokens(path: Path, dtype: str) -> int:

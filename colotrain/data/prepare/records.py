@@ -19,6 +19,10 @@ from colotrain.data.prepare.parsed_files import BLOCK_BYTES, Pieces, json_pieces
 from colotrain.errors import ColotrainError, fix_of
 
 BLOCK_ROWS = 1024
+FEW_ROWS = 32
+"""Rows of a block where a column has images."""
+IMAGE = "image"
+"""Column that is asked for where records have images."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
 """What pyarrow raises of files that it cannot read beside its own exceptions."""
 UNREAD = b"unread"
@@ -140,9 +144,13 @@ def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any,
     with pq.ParquetFile(path) as file:
         wanted = [name for name in file.schema_arrow.names if name in columns] or None
         total, done = max(file.metadata.num_rows, 1), 0
-        for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted):
+        for batch in file.iter_batches(batch_size=_rows_of_block(columns), columns=wanted):
             done += batch.num_rows
             yield _with_unread(batch, file.schema_arrow.names), done / total
+
+
+def _rows_of_block(columns: frozenset[str]) -> int:
+    return FEW_ROWS if IMAGE in columns else BLOCK_ROWS
 
 
 def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, float]]:
@@ -152,8 +160,9 @@ def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, f
         for batch in _stored_batches(source):
             wanted = [name for name in batch.schema.names if name in columns] or batch.schema.names
             share = source.tell() / max(source.size(), 1)
-            for at in range(0, batch.num_rows, BLOCK_ROWS):
-                rows = batch.select(wanted).slice(at, BLOCK_ROWS)
+            step = _rows_of_block(columns)
+            for at in range(0, batch.num_rows, step):
+                rows = batch.select(wanted).slice(at, step)
                 yield _with_unread(rows, batch.schema.names), share
 
 

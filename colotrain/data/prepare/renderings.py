@@ -17,6 +17,8 @@ from colotrain.data.prepare.messages import (
     REASONING,
     Conversation,
     called,
+    parts_of,
+    text_of,
     texts_in,
     turn,
     with_arguments,
@@ -76,8 +78,15 @@ class Rendering:
             prompt, _ = self.template.apply(before, self.chat, add_generation_prompt=True)
             if self.upto(1)[0].startswith(prompt):
                 return prompt
-        text, _ = self.template.apply([turn("assistant", PROBE)], self.chat)
+        text, _ = self.template.apply([self._probe()], self.chat)
         return text.partition(PROBE)[0]
+
+    def _probe(self) -> dict[str, Any]:
+        """An answer with a text that no message contains, in the form of the other contents."""
+        probe = turn("assistant", PROBE)
+        if any(isinstance(message.get("content"), list) for message in self.messages):
+            probe["content"] = parts_of(PROBE)
+        return probe
 
     def samples(self, asked: list[int], loss_on: str) -> list[Sample]:
         """The samples in which the messages `asked` are trained on: one, or one for each."""
@@ -117,7 +126,7 @@ class Rendering:
         text, _ = self.upto(index + 1)
         begin = self._begin(index)
         if begin is None:  # the answer's text is found by writing another in its place
-            probe = [*self.messages[:index], turn("assistant", PROBE)]
+            probe = [*self.messages[:index], self._probe()]
             header, mark, _ = self.template.apply(probe, self.chat)[0].partition(PROBE)
             if not mark or not text.startswith(header):
                 raise BadRecord(
@@ -233,12 +242,13 @@ def _as_parts(rendering: Rendering) -> Rendering | None:
     """A rendering of contents as lists of parts, where the template shows no content that is
     text."""
     if any(
-        m.get("content") and "content" not in lost_fields(rendering.template, m, rendering.whole)
+        text_of(m.get("content"))
+        and "content" not in lost_fields(rendering.template, m, rendering.whole)
         for m in rendering.messages
     ):
         return None
     messages = [
-        {**m, "content": [{"type": "text", "text": m["content"]}]} if "content" in m else m
+        {**m, "content": parts_of(m["content"])} if "content" in m else m
         for m in rendering.messages
     ]
     try:
@@ -250,7 +260,7 @@ def _as_parts(rendering: Rendering) -> Rendering | None:
 
 def _has_no_end(sample: Sample, message: dict[str, Any]) -> bool:
     """Whether the last text that is trained on is the message's own, with nothing behind it."""
-    content = "".join(texts_in(message.get("content"))).rstrip()
+    content = text_of(message.get("content")).rstrip()
     if not content or "tool_calls" in message or not sample.answers:
         return False
     start, stop = sample.answers[-1]
@@ -280,7 +290,7 @@ def lost_fields(
     question.
     """
     lost = []
-    content = "".join(texts_in(message.get("content")))
+    content = text_of(message.get("content"))
     pieces = re.split("</?think>", content)
     if not all(_occurs(piece, text) for piece in (pieces[-1:] if is_past else pieces)):
         lost.append("content")

@@ -36,6 +36,8 @@ class TokenRow:
     notes: tuple[str, ...]
     unread: tuple[str, ...]
     """Names of columns that are not read."""
+    images: bytes = b""
+    """Text and images of a document with images (`images.packed`)."""
 
 
 def holds_tokens(record: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from colotrain.callers_script import Context
-from colotrain.data.prepare import corpora, records, token_rows, vocabulary
+from colotrain.data.prepare import corpora, images, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
 from colotrain.data.prepare.prepared import (
@@ -71,6 +71,8 @@ class Encoded:
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
     notes: list[Note] = field(default_factory=list)
+    images: dict[str, list[bytes]] = field(default_factory=dict)
+    """Text and images of each document, where records have images."""
     file: str
     done: int
 
@@ -81,6 +83,7 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
     By `data.on_bad`, a bad record is counted, or raises `ConfigError` with up to five of its block.
     """
     renderer, file = renderer_of(plan), work / "tokenizer.json"
+    joins = None if renderer.processor is None else images.find_joins(renderer.processor)
     texts = _training_texts(plan, files, renderer, report)
     encoder = vocabulary.make_encoder(plan.tokenizer, file, texts, tokens=plan.tokens)
     template = f"{renderer.template or ''}{renderer.tool_template or ''}"
@@ -115,7 +118,7 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
                 writer.add(piece, split)
             report("tokenizing", min(before[piece.file] + piece.done, total), total)
     report("tokenizing", total, total)
-    _finish(work, encoder, writers, num_bad=num_bad, bad=bad, notes=notes)
+    _finish(work, encoder, writers, num_bad=num_bad, bad=bad, notes=notes, joins=joins)
 
 
 def _finish(
@@ -126,6 +129,7 @@ def _finish(
     num_bad: int,
     bad: list[str],
     notes: Sequence[Note],
+    joins: dict[str, bool] | None,
 ) -> None:
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
@@ -134,6 +138,9 @@ def _finish(
     if not has_targets:
         for writer in writers.values():
             beside(writer.path, "targets").unlink()
+    if joins is None:
+        for writer in writers.values():
+            writer.drop_images()
     metadata: dict[str, Any] = {
         "dtype": encoder.dtype,
         "vocab_size": encoder.vocab_size,
@@ -143,10 +150,15 @@ def _finish(
         "num_bad": num_bad,
         "bad": bad,
         "notes": [asdict(note) for note in notes],
+        "joins": joins,
     }
     for split, writer in writers.items():
         metadata |= {f"num_{split}": writer.num_tokens, f"num_bytes_{split}": writer.num_bytes}
     write_metadata(work, metadata)
+
+
+ENDINGS = ("ends", "targets", "images", "image_ends")
+"""Files of a split beside its tokens."""
 
 
 class Writer:
@@ -161,20 +173,29 @@ class Writer:
     def __enter__(self) -> Writer:
         self._files: list[IO[bytes]] = [
             path.open("wb")
-            for path in (self.path, beside(self.path, "ends"), beside(self.path, "targets"))
+            for path in (self.path, *(beside(self.path, ending) for ending in ENDINGS))
         ]
+        self._num_image_bytes = 0
         return self
+
+    def drop_images(self) -> None:
+        for ending in ENDINGS[2:]:
+            beside(self.path, ending).unlink()
 
     def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.close()
 
     def add(self, piece: Encoded, split: str) -> None:
-        tokens, ends, targets = self._files
+        tokens, ends, targets, documents, document_ends = self._files
         tokens.write(piece.tokens[split])
         last = self.num_tokens + np.cumsum(piece.lengths[split], dtype=np.int64)
         ends.write(last.astype("<i8").tobytes())
         targets.write(piece.targets[split])
+        for document in piece.images.get(split, ()):
+            documents.write(document)
+            self._num_image_bytes += len(document)
+            document_ends.write(np.asarray([self._num_image_bytes], "<i8").tobytes())
         self.has_answers = self.has_answers or piece.has_answers
         self.num_tokens += sum(piece.lengths[split])
         added = piece.num_bytes[split]
@@ -204,7 +225,7 @@ def encode(block: Block) -> Encoded:
         try:
             if isinstance(record, BadRecord):
                 raise record
-            found = _documents(record)
+            found = _documents(record, block.file)
         except (BadRecord, RecursionError) as error:
             deep = isinstance(error, RecursionError)
             bad.append((place, "nested too deeply" if deep else str(error)))
@@ -233,12 +254,16 @@ def encode(block: Block) -> Encoded:
         has_answers=any(_has_answers(d) for found in documents.values() for _, d in found),
         bad=bad,
         notes=merge_notes(notes),
+        images={
+            split: [d.images for _, d in found if isinstance(d, TokenRow) and d.images]
+            for split, found in documents.items()
+        },
         file=block.file,
         done=block.done,
     )
 
 
-def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
+def _documents(record: Mapping[str, Any], file: str) -> Sequence[Rendered | TokenRow]:
     if holds_tokens(record) and not _task.renderer.needs_texts:
         return [
             token_row(
@@ -248,7 +273,59 @@ def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
                 loss_on=_task.renderer.loss_on,
             )
         ]
-    return _task.renderer.documents(record)
+    found = _task.renderer.documents(record)
+    if (folder := _task.renderer.processor) is None:
+        return found
+    return _with_images(found, folder, Path(file).parent)
+
+
+def _with_images(texts: Sequence[Rendered], folder: str, beside: Path) -> list[TokenRow]:
+    """The tokens of a record's texts, as the processor in `folder` makes them.
+
+    A text that ends before the record's last message has the first of its images. Paths of images
+    are relative to `beside`.
+    """
+    processor = images.open_processor(folder)
+    own = images.read_images(list(texts[0].images), beside) if texts else []
+    decoded = [images.decode(image.read(), str(image)) for image in own]
+    counts = [images.count_placeholders(processor, text.text) for text in texts]
+    if texts and max(counts) != len(own):
+        mark = processor.image_token
+        raise BadRecord(
+            f"the chat template's text has {max(counts)} placeholders {mark}, and the record has "
+            f"{len(own)} images"
+        )
+    return [
+        _with_first_images(text, folder, own[:count], decoded[:count])
+        for text, count in zip(texts, counts, strict=True)
+    ]
+
+
+def _with_first_images(
+    text: Rendered, folder: str, own: Sequence[images.Image], decoded: Sequence[Any]
+) -> TokenRow:
+    if not own:
+        raise BadRecord("an answer stands before the first image: each sample has to have one")
+    expanded = images.expand(images.open_processor(folder), folder, text.text, decoded)
+    assert text.answers is not None, "conversations have answers"
+    answers = [(expanded.moved(start), expanded.moved(stop)) for start, stop in text.answers]
+    unusual = dict[str, None]()
+    targets = _targets_of(expanded.offsets, answers, unusual)
+    is_placeholder = _targets_of(expanded.offsets, expanded.replaced, {}).astype(bool)
+    return TokenRow(
+        ids=np.asarray(expanded.ids, np.int64),
+        targets=np.where(is_placeholder, 0, targets).astype(np.int64),
+        has_answers=True,
+        notes=(*text.notes, *unusual),
+        unread=text.unread,
+        images=images.packed(
+            text.text,
+            own,
+            decoded,
+            needed=int(np.flatnonzero(is_placeholder)[-1]) + 1,
+            placeholders=int(is_placeholder.sum()),
+        ),
+    )
 
 
 def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:

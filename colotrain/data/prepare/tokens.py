@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from colotrain.data.prepare import corpora, tokenising, vocabulary
+from colotrain.data.prepare import corpora, images, tokenising, vocabulary
 from colotrain.data.prepare.cache import Cache
 from colotrain.data.prepare.conversations import renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress, Span
@@ -165,7 +166,8 @@ def _prepare(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> 
                 store.discard(key)
                 with store.publish(fingerprint, key, readers=readers) as work:
                     write(work, plan, chosen, report)
-                    note_shared_documents(work)
+                    if not plan.images:  # the same question may be of other images
+                        note_shared_documents(work)
                     if corpora.fingerprint([*own, *files], salt) != fingerprint:
                         problem = "the data files changed while they were being read"
                         raise ColotrainError(problem, "start again when nothing writes to them")
@@ -195,6 +197,11 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
         pairs += f" {plan.related.columns}" if plan.related is not None else ""
         pairs += f" classes {plan.classes!r}" if plan.classes else ""
         salt += f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
+    if family == "records" and plan.images:
+        folder = Path(plan.tokenizer)
+        names = (name for name in images.PROCESSOR_FILES if (folder / name).is_file())
+        named += [DataFile(name=name, path=folder / name) for name in names]
+        salt += f"images {images.FORMAT} {version('transformers')}\n"
     return named, salt
 
 

@@ -15,6 +15,7 @@ from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.prepared import Prepared, Split
 from colotrain.data.prepare.sources import describe_sources
 from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
+from colotrain.data.read.images import open_images
 from colotrain.data.read.loader import Samples, open_samples, order_of
 from colotrain.data.read.packing import packing_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
@@ -81,6 +82,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
             "first": [b for s in shards for b in s.bad],
         },
         "notes": [asdict(note) for note in notes_of(plan, shards)],
+        "images": open_images(shards, plan, "train").described() if plan.images else None,
         "lengths": _histogram(train, plan.seq_len, behind=int(bool(plan.classes))),
     }
 
@@ -153,6 +155,15 @@ def sample_tokens(
     return index, list(_tokens(plan, samples, index, sample))
 
 
+def sample_images(plan: DataPlan, index: int, split: Split = "train") -> list[dict[str, Any]]:
+    """The images of a sample, with their width and height."""
+    if not plan.images:
+        return []
+    document = open_images(prepare_shards(plan), plan, split).document(index)
+    pairs = zip(document.images, document.sizes, strict=True)
+    return [{"image": str(image), "size": list(size)} for image, size in pairs]
+
+
 def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterator[Token]:
     if plan.related is not None:
         for row, (ids, seen) in enumerate(zip(*map(Tensor.tolist, sample.values()), strict=True)):
@@ -178,6 +189,9 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
     elif sample["input_ids"].dim() != 1:
         problem = f"sample {index} has input_ids of {sample['input_ids'].dim()} dimensions to show"
         raise ColotrainError(problem, "a sample of text has one")
+    elif plan.images:
+        seen = sample["attention_mask"].tolist()
+        yield from _as_text(plan, ids, labels, [None if one else -1 for one in seen])
     elif plan.masked is not None:
         padding = [None if seen else -1 for seen in sample["attention_mask"].tolist()]
         yield from _as_text(plan, ids, labels, padding, shift=0)

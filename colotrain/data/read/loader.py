@@ -17,6 +17,7 @@ from torch import Tensor
 from colotrain import generators
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import parts_of, prepare_shards
+from colotrain.data.read.images import open_images, pad_together
 from colotrain.data.read.masking import open_masked
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
 from colotrain.data.read.packing import TokenSamples, pack
@@ -69,6 +70,8 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
         return user_samples(plan, split)
     parts = parts_of(plan)
     pack_ = pack if plan.masked is None else open_masked
+    if plan.images:
+        pack_ = open_images
     opened = [pack_(prepare_shards(part, cache=cache), part, split) for part in parts]
     if plan.source != "mixture":
         return opened[0]
@@ -92,7 +95,10 @@ def planned_order(
 
 
 def planned_collate(plan: DataPlan) -> Collate | None:
-    """The user's function that makes batches of samples; None: they are stacked."""
+    """The function that makes batches of samples, the user's or that of images; None: they are
+    stacked."""
+    if plan.images:
+        return pad_together
     return None if plan.collate is None else import_target("data.collate", plan.collate)
 
 
