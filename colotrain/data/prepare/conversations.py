@@ -220,7 +220,9 @@ class Renderer:
             text = fields.take_text(*meanings)
             if not text.strip():
                 has = ", ".join(map(str, fields.record)) or "-"
-                raise BadRecord(f"{fields.name(column)}: expected a text; the record has {has}")
+                named = fields.find(*meanings)
+                what = "it is empty" if named else f"expected a text; the record has {has}"
+                raise BadRecord(f"{fields.name(named or column)}: {what}")
             found.append(Rendered(text=text, answers=None, ends=True))
         if "negative" not in self.related and fields.find("negative"):
             name = fields.name("negative")
