@@ -22,6 +22,7 @@ from tests import image_text
 from tests.dist.conftest import Colotrain
 from tests.dist.hf import decays
 from tests.image_text import ImageText
+from tests.representatives import half_of_the_day
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -134,7 +135,9 @@ def _reference(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", image_text.FAMILIES, ids=lambda family: family.kind)
+@pytest.mark.parametrize(
+    "family", half_of_the_day(image_text.FAMILIES), ids=lambda family: family.kind
+)
 def test_samples_with_images_teach_as_in_plain_transformers(
     family: ImageText, tmp_path: Path
 ) -> None:

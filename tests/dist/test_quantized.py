@@ -10,7 +10,7 @@ from colotrain.cli.main import guarded
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.dist.hf import GPT_OSS, make_chat_directory, make_directory, store_quantized
-from tests.representatives import representatives
+from tests.representatives import half_of_the_day, representatives
 from tests.running import SMALL, Colotrain, losses
 
 pytest.importorskip("transformers")
@@ -38,7 +38,7 @@ def test_verify_compares_with_plain_torch_on_whole_weights(tuned: Colotrain, kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
+@pytest.mark.parametrize("scheme", half_of_the_day(["int8", "mxfp4"]))
 def test_verify_and_exports_of_other_schemes(tuned: Colotrain, scheme: str) -> None:
     words = (*OF_LLAMA, f"model.quantize={scheme}", "train.max_steps=2")
     options = ("--world-sizes", "2", "--plugins", "zero2,zero3", "--accumulation", "2", "--json")
