@@ -144,7 +144,8 @@ def test_samples_with_images_teach_as_in_plain_transformers(
     results = compare(family, tmp_path, ("zero1", "zero3", "gemini"))
     assert not [f"{r.plugin}: {r.difference}" for r in results if not r.passed]
     assert max(result.max_abs_gradient for result in results) <= 1e-6
-    assert max(result.max_abs_loss for result in results) <= 1e-6
+    largest = max(result.max_abs_loss for result in results)
+    assert largest <= 1e-6 * 5.5  # the loss is log(260) as training begins
 
 
 @pytest.mark.slow

@@ -225,8 +225,8 @@ class Document:
     sizes: tuple[tuple[int, int], ...]
     """Width and height of each image."""
 
-    def decoded(self) -> list[Any]:
-        """The images. Raises `ColotrainError` for one that is not as it was prepared."""
+    def decoded(self, entry: Path) -> list[Any]:
+        """The images. Raises `ColotrainError` for one that is not as it was prepared in `entry`."""
         found = []
         for image, digest in zip(self.images, self.digests, strict=True):
             try:
@@ -235,7 +235,7 @@ class Document:
                     raise BadRecord(f"image {image}: it is another one than was prepared")
                 found.append(decode(content, str(image)))
             except BadRecord as error:
-                fix = "put back the file, or give the image another name in the data"
+                fix = f"put back the file, or remove {entry}: the data are prepared anew"
                 raise ColotrainError(str(error), fix) from error
         return found
 

@@ -202,6 +202,7 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
         names = (name for name in images.PROCESSOR_FILES if (folder / name).is_file())
         named += [DataFile(name=name, path=folder / name) for name in names]
         salt += f"images {images.FORMAT} {version('transformers')}\n"
+        salt += f"{plan.paths} {plan.validation_paths}\n"  # images are beside the files
     return named, salt
 
 

@@ -49,7 +49,7 @@ class ImageSamples:
         document, processor = self.document(index), open_processor(self.folder)
         found = processor(
             text=[document.text],
-            images=[document.decoded()],
+            images=[document.decoded(self._file.parent)],
             add_special_tokens=False,
             return_tensors="pt",
         )

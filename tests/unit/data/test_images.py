@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,24 @@ def test_another_image_in_the_place_of_one_is_told(tmp_path: Path) -> None:
     samples = open_samples(plan_of(data, tmp_path / "made"), "train")
     (other,) = image_text.pictures(1, seed=9)
     (tmp_path / "data/pictures/0-0.png").write_bytes(image_text.as_png(other))
-    with pytest.raises(ColotrainError, match="another one than was prepared"):
+    with pytest.raises(ColotrainError, match="another one than was prepared") as told:
         samples[0]
+    _, _, entry = str(told.value.fix).partition("remove ")
+    shutil.rmtree(entry.partition(":")[0])
+    assert open_samples(plan_of(data, tmp_path / "made"), "train")[0]  # with the other image
+
+
+def test_the_same_records_beside_other_images_are_other_data(tmp_path: Path) -> None:
+    """The images of a copy whose first folder is gone, and of the same names with other pixels."""
+    folder = LLAVA.make(tmp_path / "model")
+    found = []
+    for name, seed in (("one", 0), ("other", 1)):
+        image_text.write_records(tmp_path / name, 2, seed=seed)
+        text = (tmp_path / "one" / "train.jsonl").read_text()
+        (tmp_path / name / "train.jsonl").write_text(text)
+        plan = plan_of(tmp_path / name / "train.jsonl", folder)
+        found.append(open_samples(plan, "train")[0]["pixel_values"])
+    assert not torch.equal(*found)
 
 
 def test_a_processor_that_joins_samples_otherwise_is_refused(
