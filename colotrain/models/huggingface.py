@@ -28,7 +28,7 @@ from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Extended, Source, load
 from colotrain.models.huggingface_heads import change_head_, is_encoder, padded
-from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_, offline
+from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_
 from colotrain.models.huggingface_loss import (
     balances_experts,
     chunk_loss_,
@@ -56,6 +56,7 @@ from colotrain.models.huggingface_task import (
 from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.quantized.stored import FORMATS, method_of, open_weights
 from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.offline import offline
 from colotrain.spec.objectives import EmbedPlan
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, hooks_of

@@ -15,21 +15,6 @@ from colotrain.generators import seeded
 
 
 @contextmanager
-def offline() -> Iterator[None]:
-    """Ask the Hub nothing meanwhile: a model's directory may name others, as a backbone."""
-    try:
-        from huggingface_hub import constants
-    except ImportError:
-        yield
-        return
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-@contextmanager
 def without_packed_sequence_search() -> Iterator[None]:
     """Skip transformers' search for packed sequences, which needs values, on the meta device."""
     masks = sys.modules.get("transformers.masking_utils")

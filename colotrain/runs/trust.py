@@ -57,7 +57,7 @@ ALLOWED = {
         for key in (
             *("source", "corpus", "format", "seq_len", "loss_on", "packing", "isolate", "on_bad"),
             *("workers", "num_workers", "shuffle", "validation_fraction", "pairs", "masked"),
-            *("rated", "related"),
+            *("rated", "related", "images"),
         )
     },
     "data.tokenizer": r"auto|bytes|bpe-\d+",

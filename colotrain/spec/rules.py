@@ -167,6 +167,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", "data.isolate", (False,), "each conversation is a sample"),
     Rule("data.images", "train.objective", (None,), "", "train on answers alone"),
     Rule("data.images", "train.compile", (False,), "images differ in their shapes"),
+    Rule("data.images", "model.tokens", ([],), "the processor has the directory's own tokens"),
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
     *rules("data.images", {**NO_AXES, "mesh.pp": 1}, "ranks divide no images"),

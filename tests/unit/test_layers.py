@@ -48,11 +48,12 @@ RULES = {
     "__main__": Rule("cli launch.server spec"),
     **dict.fromkeys(("torch_internals", "module_tree"), Rule("", "torch")),
     "generators": Rule("torch_internals", "torch numpy"),
+    "offline": Rule("", "", "huggingface_hub"),
     "spec": Rule(""),
     "events": Rule("spec"),
     "config": Rule("spec schedulers", "omegaconf", "yaml"),
-    "models": Rule("spec torch_internals module_tree generators", TENSORS, EXTRAS),
-    "data.prepare": Rule("spec", "numpy", f"tokenizers {EXTRAS}"),
+    "models": Rule("spec torch_internals module_tree generators offline", TENSORS, EXTRAS),
+    "data.prepare": Rule("spec offline", "numpy", f"tokenizers {EXTRAS}"),
     "data.read": Rule("spec data.prepare generators", TENSORS, EXTRAS),
     "engine": Rule(
         "spec events models data.prepare data.read torch_internals module_tree generators", TENSORS

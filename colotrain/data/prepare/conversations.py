@@ -6,7 +6,7 @@ count in the loss, a text comes with their spans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from colotrain.data.prepare import images
 from colotrain.data.prepare.classes import LABEL, class_name
 from colotrain.data.prepare.messages import (
+    MARK,
     Conversation,
     parsed,
     read_conversation,
@@ -374,12 +375,12 @@ class Renderer:
             first = len(messages) - 1 if self.pairs or self.rated else 0
             return self._chat(Conversation(messages=messages, first=first), fields)
         self._check_label(fields)
-        self._check_images(fields)
         turns = [(question.plain(), "")] if question.is_plain else question.with_headings()
         text, spans = "", []
         for asked, reply in [*turns[:-1], (turns[-1][0], answer)]:
             spans.append((len(text + asked), len(text + asked + reply)))
             text += asked + reply
+        self._check_images(fields, [text], is_chat=False)
         if self.loss_on == "last" or self.pairs or self.rated:
             spans = spans[-1:]
         answers = ((0, len(text)),) if self.loss_on == "all" else tuple(spans)
@@ -396,11 +397,11 @@ class Renderer:
     def _chat(self, chat: Conversation, fields: Fields) -> list[Rendered]:
         """A conversation's texts, with what the record's other fields give the template."""
         self._check_label(fields)
-        pictures = self._place_images(chat, fields)
         if chat.messages[0]["role"] not in ("system", "developer"):
             system = fields.take_text(*SYSTEMS)
             if system:
                 chat.prepend(Conversation(messages=[turn("system", system)]))
+        pictures = self._place_images(chat, fields)
         chat.tools = read_tools(fields.take("tools"), fields.take("functions"))
         chat.documents = read_documents(fields.take("documents"))
         chat.settings = read_settings(fields.take("chat_template_kwargs"))
@@ -428,25 +429,39 @@ class Renderer:
     def _place_images(self, chat: Conversation, fields: Fields) -> tuple[Any, ...]:
         """The record's images, for which the conversation then has parts."""
         if self.processor is None:
-            self._check_images(fields)
+            texts = [part["text"] for part in chat.text_parts()]
+            self._check_images(fields, texts, is_chat=True)
             return ()
-        value = fields.take(*images.COLUMNS)
-        given = [] if value is None else value if isinstance(value, list) else [value]
+        columns = self._columns_of_images(fields)
+        if len(columns) > 1:
+            names = " and ".join(map(fields.name, columns))
+            raise BadRecord(f"{names}: give images in one of them")
+        value = fields.take(*columns) if columns else []
+        given = value if isinstance(value, list) else [value]
         if given and chat.images:
             raise BadRecord("parts of messages and a column have images: give one of them")
         found = tuple(given or chat.images)
         chat.place_images(len(found))
         return found
 
-    def _check_images(self, fields: Fields) -> None:
-        """Refuse images beside an answer, which would be learned without them."""
-        for column in images.COLUMNS:
-            name = fields.name(column)
-            if fields.record.get(name) not in (None, "", []):
-                raise BadRecord(
-                    f"{name}: images beside a conversation, which data.images=true reads (or leave "
-                    "the column out)"
-                )
+    def _check_images(self, fields: Fields, texts: Sequence[str], *, is_chat: bool) -> None:
+        """Refuse images that belong to the texts, which would be learned without them.
+
+        Those beside a prompt that does not name their places are a column like others.
+        """
+        names = [fields.name(column) for column in self._columns_of_images(fields)]
+        if names and self.processor is not None:
+            raise BadRecord(f"{names[0]}: data.images=true reads images beside messages alone")
+        are_shown = is_chat and any(images.shows(fields.record[name]) for name in names)
+        if names and (are_shown or any(MARK in text for text in texts)):
+            raise BadRecord(
+                f"{names[0]}: images beside a conversation, which data.images=true reads (or leave "
+                "the column out)"
+            )
+
+    def _columns_of_images(self, fields: Fields) -> list[str]:
+        found = ((column, fields.record.get(fields.name(column))) for column in images.COLUMNS)
+        return [column for column, value in found if not images.is_empty(value)]
 
 
 def _as_answer(value: Any) -> Any:

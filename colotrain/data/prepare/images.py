@@ -8,11 +8,11 @@ prepared document has the images' paths, or their bytes. No torch here.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import importlib.util
 import io
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 
 from colotrain.data.prepare.records import BadRecord
-from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
+from colotrain.errors import ColotrainError, ConfigError, Problem, message_of, shortened
+from colotrain.offline import offline
+from colotrain.rundir import regular
+from colotrain.spec.quantities import format_size
 
 FORMAT = 1
 """Number of the form of `packed`: a change makes earlier entries of the cache unused."""
@@ -32,6 +35,11 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a directory with a processor of images; it has at least one of them."""
 SIZES = ((64, 48), (40, 72), (56, 56))
 """Width and height of images whose batches show how a processor puts samples together."""
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats of Pillow that are read: others, such as EPS, call programs."""
+MOST_CHARACTERS = 4096
+"""Of a path."""
+MOST_BYTES, MOST_PIXELS = 256 << 20, 80_000_000
 NETWORK = ("http://", "https://", "ftp://", "s3://", "gs://", "hf://")
 
 
@@ -47,12 +55,17 @@ class Image:
         if self.content:
             return self.content
         try:
-            return Path(self.path).read_bytes()
-        except OSError as error:
-            raise BadRecord(f"image {self.path}: {error.strerror or error}") from error
+            with open(self.path, "rb", opener=regular) as file:
+                content = file.read(MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise BadRecord(f"image {self}: {why}") from error
+        if len(content) > MOST_BYTES:
+            raise BadRecord(f"image {self}: more than {format_size(MOST_BYTES)}")
+        return content
 
     def __str__(self) -> str:
-        return self.path or f"{len(self.content):,} bytes"
+        return shortened(self.path, 200) or f"{len(self.content):,} bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +95,21 @@ def read_images(value: Any, folder: Path) -> list[Image]:
     return [_image(one, folder) for one in values]
 
 
+def shows(value: Any) -> bool:
+    """Whether a column's value is of images, and no address of one."""
+    if isinstance(value, list):
+        return any(map(shows, value))
+    is_address = isinstance(value, str) and value.lower().startswith(NETWORK)
+    return not is_empty(value) and not is_address
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column has no image: empty, or an image whose bytes and path are null."""
+    if isinstance(value, Mapping):
+        return not any(value.get(name) for name in ("bytes", "path"))
+    return value in (None, "", [])
+
+
 def _image(value: Any, folder: Path) -> Image:
     if isinstance(value, bytes):
         return Image(content=value)
@@ -90,8 +118,10 @@ def _image(value: Any, folder: Path) -> Image:
         if isinstance(content, str):
             try:
                 content = base64.b64decode(content, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:
                 raise BadRecord(f"an image: its bytes are no base64 ({error})") from error
+        if content is not None and not isinstance(content, bytes):
+            raise BadRecord(f"an image: its bytes are of type {type(content).__name__}")
         if content:
             return Image(content=bytes(content))
         value = path
@@ -104,6 +134,9 @@ def _image(value: Any, folder: Path) -> Image:
         )
     if value.startswith("data:"):
         raise BadRecord('an image as a data URI: give {"bytes": BASE64} or a path')
+    if len(value) > MOST_CHARACTERS:
+        why = f"{len(value):,} characters are no path"
+        raise BadRecord(f'an image: {why}: give {{"bytes": BASE64}} or a path')
     return Image(path=str(folder / value))
 
 
@@ -124,15 +157,17 @@ def open_processor(folder: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        found = AutoProcessor.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
+        with offline():
+            found = AutoProcessor.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # whatever a class of transformers raises
         needed = [name for name in ("torchvision", "num2words") if name in str(error).lower()]
         fix = f"pip install {needed[0]}" if needed else "correct its files, or take another model"
         why = message_of(error).strip().partition("\n")[0]
         raise _unusable(folder, f"its processor cannot be made: {why}", fix) from error
-    missing = [name for name in ("image_processor", "tokenizer") if not hasattr(found, name)]
+    parts = ("image_processor", "tokenizer", "image_token")
+    missing = [name for name in parts if not hasattr(found, name)]
     if missing:
         raise _unusable(folder, f"its processor has no {missing[0]}", "take another model")
     if found.tokenizer.pad_token_id is None:
@@ -146,13 +181,28 @@ def _unusable(folder: str, why: str, fix: str) -> ConfigError:
 
 
 def decode(content: bytes, name: str) -> Any:
-    """The image, in RGB and upright. Raises `BadRecord` for bytes that are no image."""
+    """The image, in RGB and upright.
+
+    Raises `BadRecord` for bytes that are no image, or one that is too large, or whose numbers RGB
+    would cut off.
+    """
     from PIL import Image as pillow
-    from PIL import ImageOps
+    from PIL import ImageOps, UnidentifiedImageError
 
     try:
-        with pillow.open(io.BytesIO(content)) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
+            opened = pillow.open(io.BytesIO(content), formats=PICTURE_FORMATS)
+        with opened as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise BadRecord(f"image {name}: more than {MOST_PIXELS:,} pixels")
+            if image.mode.startswith(("I", "F")):
+                raise BadRecord(f"image {name}: more than 8 bits for a colour ({image.mode})")
             return ImageOps.exif_transpose(image).convert("RGB")
+    except BadRecord:
+        raise
+    except UnidentifiedImageError as error:
+        raise BadRecord(f"image {name}: is none of {', '.join(PICTURE_FORMATS)}") from error
     except Exception as error:  # whatever Pillow raises about bytes from anywhere
         raise BadRecord(f"image {name}: cannot be read ({message_of(error)})") from error
 

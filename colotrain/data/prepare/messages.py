@@ -75,15 +75,15 @@ class Conversation:
         Without parts that are images, they are at the marks `<image>` of the texts, or else before
         the text of the first message of the user, as TRL puts them.
         """
-        marks = sum(part["text"].count(MARK) for part in self._text_parts())
-        if marks and (self.num_images or marks != count):
+        marks = 0 if self.num_images else self._num_marks()
+        if marks not in (0, count):
             raise BadRecord(
                 f"there are {marks} marks {MARK} in the texts, and {count} images: write images as "
                 'parts of contents, {"type": "image"}'
             )
-        for message in self.messages:
-            if "content" in message:
-                message["content"] = [*_with_marked_images(parts_of(message["content"]))]
+        for message in (m for m in self.messages if "content" in m):
+            parts = parts_of(message["content"])
+            message["content"] = [*_with_marked_images(parts)] if marks else parts
         if not self.num_images and count:
             asks = (m for m in self.messages if m["role"] == "user" and "content" in m)
             first = next(asks, None)
@@ -93,7 +93,10 @@ class Conversation:
         if self.num_images != count:
             raise BadRecord(f"there are {count} images, and {self.num_images} parts for them")
 
-    def _text_parts(self) -> Iterator[dict[str, Any]]:
+    def _num_marks(self) -> int:
+        return sum(part["text"].count(MARK) for part in self.text_parts())
+
+    def text_parts(self) -> Iterator[dict[str, Any]]:
         for message in self.messages:
             yield from (part for part in parts_of(message.get("content")) if not is_image(part))
 
@@ -185,7 +188,7 @@ def _message(
         message.get(older) if message.get(name) is None else message[name]
         for name, older in (("role", "from"), ("content", "value"))
     )
-    content = _with_images(content, chat.images) if images else _joined(content)
+    content = _with_images(content, chat) if images else _joined(content)
     if not isinstance(role, str):
         raise BadRecord(f"expected a role, not {shown(role)}")
     left_out = {"role", "from", "content", "value", "tool_calls", "function_call", *FLAGS}
@@ -249,18 +252,30 @@ def _joined(content: Any) -> Any:
     return "".join(texts)
 
 
-def _with_images(content: Any, images: list[Any]) -> Any:
-    """A content with the texts and images of its parts; images that they bring are appended."""
+def _with_images(content: Any, chat: Conversation) -> Any:
+    """A content with the texts and images of its parts; the chat gets images that they bring."""
     if not isinstance(content, list) or not any(
         isinstance(part, Mapping) and is_image(part) for part in content
     ):
         return _joined(content)
     parts: list[dict[str, Any]] = []
+    number = chat.num_images
     for part in content:
         if isinstance(part, Mapping) and is_image(part):
-            given = [part[name] for name in SOURCES if part.get(name) is not None]
-            images += given[:1]
+            if part.get("index") not in (None, number):
+                raise BadRecord(f"image {part['index']} stands where image {number} is to be")
+            number += 1
+            given = [(name, part[name]) for name in SOURCES if part.get(name) is not None]
+            chat.images += [
+                {"bytes": value} if name in ("bytes", "base64") else value
+                for name, value in given[:1]
+            ]
             parts.append(dict(IMAGE))
+        elif isinstance(part, Mapping) and part.get("type") == "image_url":
+            raise BadRecord(
+                'an image_url: images are never read from the network: give {"type": "image", '
+                '"image": PATH}, or "bytes" in base64'
+            )
         else:
             parts.append({"type": "text", "text": _joined([part])})
     return parts

@@ -17,6 +17,7 @@ from colotrain.data.prepare.messages import (
     REASONING,
     Conversation,
     called,
+    is_image,
     parts_of,
     text_of,
     texts_in,
@@ -290,9 +291,12 @@ def lost_fields(
     question.
     """
     lost = []
-    content = text_of(message.get("content"))
-    pieces = re.split("</?think>", content)
-    if not all(_occurs(piece, text) for piece in (pieces[-1:] if is_past else pieces)):
+    parts = (part for part in parts_of(message.get("content")) if not is_image(part))
+    pieces = [part["text"] for part in parts]
+    if len(pieces) < 2:  # else images are between them
+        pieces = re.split("</?think>", "".join(pieces))
+        pieces = pieces[-1:] if is_past else pieces
+    if not all(_occurs(piece, text) for piece in pieces):
         lost.append("content")
     thoughts = [name for name in REASONING if not is_past and isinstance(message.get(name), str)]
     lost += [name for name in thoughts if not _occurs(message[name], text)]

@@ -79,16 +79,18 @@ class ImageSamples:
         fitted[: len(row)] = row[: self.seq_len]
         return fitted
 
-    def document(self, index: int) -> Document:
-        """The text and the images of a sample."""
+    def document(self, index: int, *, whole: bool = True) -> Document:
+        """The text and the images of a sample; without `whole`, without the bytes of images."""
         start = int(self._image_ends[index - 1]) if index else 0
         with self._file.open("rb") as file:
             file.seek(start)
-            return unpacked(file.read(int(self._image_ends[index]) - start))
+            size = int(self._image_ends[index]) - start
+            return unpacked(file.read(size) if whole else file.readline(size))
 
     def described(self) -> dict[str, Any]:
         """Facts about the images of the first `MOST_DESCRIBED` samples."""
-        found = [self.document(index) for index in range(min(len(self), MOST_DESCRIBED))]
+        chosen = range(min(len(self), MOST_DESCRIBED))
+        found = [self.document(index, whole=False) for index in chosen]
         sizes = [size for document in found for size in document.sizes]
         counts = [document.placeholders for document in found]
         return {
@@ -102,7 +104,7 @@ class ImageSamples:
     def _check_lengths(self) -> None:
         """Refuse samples that would be cut within their images."""
         longer = np.flatnonzero(np.diff(self._ends, prepend=0) > self.seq_len)
-        needed = [self.document(int(index)).needed for index in longer]
+        needed = [self.document(int(index), whole=False).needed for index in longer]
         cut = [number for number in needed if number > self.seq_len]
         if cut:
             expected = f"at least {max(cut)}: {len(cut)} samples would be cut within their images"

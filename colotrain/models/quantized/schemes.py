@@ -163,13 +163,14 @@ def _pack_mxfp4(blocks: Tensor) -> Packed:
     """
     absmax = blocks.abs().amax(1, keepdim=True)
     exponents = (torch.frexp(absmax).exponent - 1 - MOST_EXPONENT).clamp(-E8M0_BIAS, E8M0_BIAS)
-    scales = torch.where(absmax > 0, exponents + E8M0_BIAS, 0).to(torch.uint8)
+    scales = torch.where(absmax > 0, exponents + E8M0_BIAS, 0)
+    scales = torch.where(absmax.isfinite(), scales, 255).to(torch.uint8)  # 255 is NaN
     shares = blocks.abs() / _powers(scales)
     codes = torch.zeros_like(shares, dtype=torch.uint8)
     for below, (low, high) in enumerate(itertools.pairwise(E2M1)):
         bound = (low + high) / 2
         codes += shares >= bound if below % 2 else shares > bound
-    return Packed(_in_pairs(codes + 8 * blocks.signbit(), high_first=False), scales)
+    return Packed(_in_pairs(codes + 8 * blocks.signbit().to(torch.uint8), high_first=False), scales)
 
 
 def _unpack_mxfp4(packed: Packed) -> Tensor:

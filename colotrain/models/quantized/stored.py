@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colotrain.errors import ColotrainError
 from colotrain.models.quantized.schemes import SCHEMES, Packed
-from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.models.stored import FLOATING, StoredTensors, weight_files
 from colotrain.rundir import read_json
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -133,7 +133,8 @@ def _find_mxfp4(files: StoredTensors) -> Iterator[Mxfp4Experts]:
         name = blocks.removesuffix(BLOCKS)
         shape = files.shape(blocks)
         scales = files.shape(name + SCALES) if name + SCALES in files else None
-        if len(shape) != 4 or shape[3] != 16 or scales != shape[:3]:
+        is_whole = len(shape) == 4 and shape[3] == 16 and scales == shape[:3]
+        if not is_whole or {files.dtype(blocks), files.dtype(name + SCALES)} != {"U8"}:
             raise _unknown(blocks, "blocks of 16 bytes with a scale each")
         yield Mxfp4Experts(name, shape)
 
@@ -147,10 +148,12 @@ def _find_bitsandbytes(files: StoredTensors) -> Iterator[FourBits | EightBits]:
         if (
             name not in files
             or files.dtype(name) != "I8"
-            or files.shape(name)[:1] != _numel(files, scales)
+            or len(files.shape(name)) != 2
+            or files.shape(name)[:1] != files.shape(scales)
+            or files.dtype(scales) not in FLOATING
         ):
             raise _unknown(scales, "one for each row of int8")
-        if owner + ROW_FORMAT in files and int(files.rows(owner + ROW_FORMAT)) != 0:
+        if owner + ROW_FORMAT in files and files.rows(owner + ROW_FORMAT).tolist() not in (0, [0]):
             raise _unknown(owner + ROW_FORMAT, "0, for rows that are stored one after another")
         yield EightBits(name, owner, files.shape(name))
 
@@ -168,20 +171,32 @@ def _four_bits(files: StoredTensors, state: str) -> FourBits:
             nested_block=int(settings.get("nested_blocksize") or 0),
             nested_offset=float(settings.get("nested_offset") or 0.0),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _unknown(state, expected) from error
-    numel = math.prod(found.shape)
-    is_whole = found.block > 0 and found.block % 2 == 0 and len(found.shape) == 2
-    if not is_whole or not found.names <= {*files} or files.dtype(name) != "U8":
-        raise _unknown(state, expected)
-    num_scales = (math.ceil(numel / found.block),)
-    if _numel(files, name) != (-(-numel // 2),) or _numel(files, f"{name}.absmax") != num_scales:
+    except (*(ValueError, TypeError, KeyError, AttributeError), *(OverflowError, RecursionError)):
+        raise _unknown(state, expected) from None
+    is_whole = len(found.shape) == 2 and min(found.shape) > 0
+    is_whole &= found.block > 0 and found.block % 2 == 0 and found.nested_block >= 0
+    if not is_whole or not found.names <= {*files} or not _fits(files, found):
         raise _unknown(state, expected)
     return found
 
 
-def _numel(files: StoredTensors, name: str) -> tuple[int]:
-    return (math.prod(files.shape(name)),)
+def _fits(files: StoredTensors, found: FourBits) -> bool:
+    """Whether the parts of 4-bit codes have the sizes and dtypes of their settings."""
+    num = math.prod(found.shape)
+    num_scales = -(-num // found.block)
+    expected = {
+        "": (-(-num // 2), ("U8",)),
+        ".absmax": (num_scales, ("U8",) if found.nested_block else FLOATING),
+        ".quant_map": (16, FLOATING),
+    }
+    if found.nested_block:
+        expected[".nested_absmax"] = (-(-num_scales // found.nested_block), FLOATING)
+        expected[".nested_quant_map"] = (256, FLOATING)
+    return all(
+        files.dtype(found.name + part) in dtypes
+        and files.shape(found.name + part) in ((size,), *([(size, 1)] if not part else []))
+        for part, (size, dtypes) in expected.items()
+    )
 
 
 def _unknown(name: str, expected: str) -> ColotrainError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_parquet_has_images_as_bytes(tmp_path: Path) -> None:
 REFUSED = {
     "images are never read from the network": record(images=["https://example.org/a.png"]),
     "image .*absent.png: No such file": record(images=["absent.png"]),
-    "cannot be read": record(images=[{"bytes": base64.b64encode(b"no image").decode()}]),
+    "is none of PNG": record(images=[{"bytes": base64.b64encode(b"no image").decode()}]),
     "no base64": record(images=[{"bytes": "???"}]),
     "no image: under data.images": record(),
     "1 images, and 2 parts": record(content=[{"type": "image"}] * 2, images=[png()]),
@@ -163,7 +164,8 @@ def test_what_cannot_be_seen_is_refused(why: str, tmp_path: Path) -> None:
         record(images=[png()]),
         record(image="a.png"),
         record(content=[{"type": "image"}]),
-        {"prompt": "What?", "completion": "This.", "images": [png()]},
+        record(images=[{"bytes": None, "path": "a.png"}]),
+        {"prompt": "<image>What?", "completion": "This.", "images": [png()]},
     ],
 )
 def test_images_are_not_left_out_silently(given: dict[str, Any], tmp_path: Path) -> None:
@@ -171,6 +173,75 @@ def test_images_are_not_left_out_silently(given: dict[str, Any], tmp_path: Path)
     path = write(tmp_path / "rows.jsonl", given)
     with pytest.raises(ConfigError, match=r"data\.images=true"):
         prepare(plan_of(path, tmp_path / "made", images=False))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        record(image="https://example.org/a.png"),
+        record(image={"bytes": None, "path": None}),
+        {"prompt": "What?", "completion": "This.", "images": [png()]},
+    ],
+)
+def test_columns_that_a_text_does_not_show_are_left_out(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    LLAVA.make_processor(tmp_path / "made")
+    path = write(tmp_path / "rows.jsonl", given)
+    assert prepare(plan_of(path, tmp_path / "made", images=False)).count("train") > 0
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        ({"bytes": [300]}, "of type list"),
+        ("a\0b.png", "null byte"),
+        ({"bytes": "\u00e9"}, "no base64"),
+        ("pipe", "no regular file"),
+        ("deep.png", "more than 8 bits for a colour"),
+        ("page.eps", "is none of PNG"),
+        ("A" * 5000, "5,000 characters are no path"),
+        ("huge.png", "pixels"),
+    ],
+)
+def test_foreign_images_are_bad_records(
+    image: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image as pillow
+
+    monkeypatch.setattr(images, "MOST_PIXELS", 10_000)
+    LLAVA.make_processor(tmp_path / "made")
+    os.mkfifo(tmp_path / "pipe")
+    pillow.new("I;16", (8, 8)).save(tmp_path / "deep.png")
+    pillow.new("RGB", (8, 8)).save(tmp_path / "page.eps")
+    pillow.new("RGB", (400, 400)).save(tmp_path / "huge.png")
+    path = write(tmp_path / "rows.jsonl", record(images=[png()]), record(images=[image]))
+    with pytest.raises(ConfigError, match=why):
+        prepare(plan_of(path, tmp_path / "made"))
+
+
+def test_texts_around_images_are_in_the_text_and_marks_beside_parts_are_text(
+    tmp_path: Path,
+) -> None:
+    GEMMA3.make_processor(tmp_path / "made")
+    parts = ["Compare <image> tags", png(), "with", png(seed=1)]
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts
+    ]
+    given = record(content=content, images=[parts[1], parts[3]])
+    prepared = prepare(plan_of(write(tmp_path / "rows.jsonl", given), tmp_path / "made"))
+    assert not [note for note in prepared.notes if "not in the text" in note.text]
+
+
+def test_a_systems_column_and_the_order_of_parts(tmp_path: Path) -> None:
+    LLAVA.make_processor(tmp_path / "made")
+    given = record(images=[png()]) | {"system": "Be brief."}
+    prepared = prepare(plan_of(write(tmp_path / "rows.jsonl", given), tmp_path / "made"))
+    assert "Be brief." in bytes(b for b in prepared.tokens("train") if b < 256).decode("latin-1")
+    parts = [{"type": "image", "index": n} for n in (1, 0)]
+    given = record(content=parts, images=[png(), png(seed=1)])
+    with pytest.raises(ConfigError, match="image 1 stands where image 0 is to be"):
+        prepare(plan_of(write(tmp_path / "turned.jsonl", given), tmp_path / "made"))
 
 
 def test_a_sample_is_not_cut_within_its_images(tmp_path: Path) -> None:

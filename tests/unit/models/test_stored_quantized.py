@@ -17,7 +17,8 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.export.reader import dequantized
 from colotrain.models.loading import build_whole
 from colotrain.models.quantized.layers import dequantize_, quantized_layers
-from colotrain.models.quantized.stored import open_weights
+from colotrain.models.quantized.stored import FORMATS, open_weights
+from colotrain.models.stored import StoredTensors
 from colotrain.spec.plan import AdapterPlan, ModelPlan
 from colotrain.verify.quantized import stored_values
 from tests.dist.hf import GPT_OSS, make_chat_directory, make_directory, store_quantized
@@ -135,13 +136,32 @@ def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
         parameters(folder)
 
 
-@pytest.mark.parametrize("change", ["shape", "absmax", "json", "format"])
+def test_scales_of_another_dtype_are_not_taken_for_bytes(tmp_path: Path) -> None:
+    shape = (2, 3, 1, 16)
+    tensors = {
+        "experts.down_proj_blocks": torch.zeros(shape, dtype=torch.uint8),
+        "experts.down_proj_scales": torch.zeros(shape[:3], dtype=torch.uint8),
+    }
+    for dtype in (torch.uint8, torch.float8_e8m0fnu, torch.float32):
+        tensors["experts.down_proj_scales"] = torch.ones(shape[:3]).to(dtype)
+        save_file(tensors, tmp_path / "model.safetensors")
+        files = StoredTensors([tmp_path / "model.safetensors"])
+        if dtype is torch.uint8:
+            assert len([*FORMATS["mxfp4"](files)]) == 1
+            continue
+        with pytest.raises(ColotrainError, match="blocks of 16 bytes with a scale each"):
+            [*FORMATS["mxfp4"](files)]
+
+
+@pytest.mark.parametrize("change", ["shape", "absmax", "json", "format", "map"])
 def test_what_is_no_such_tensor_is_refused_by_its_name(change: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model", "int8" if change == "format" else "nf4")
     path, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
     stored, state = load_file(path), f"{name}.quant_state.bitsandbytes__nf4"
     if change == "format":
         stored[f"{name}_format"] = torch.tensor(1, dtype=torch.uint8)
+    elif change == "map":
+        stored[f"{name}.quant_map"] = stored[f"{name}.quant_map"].to(torch.int32)
     elif change == "absmax":
         stored[f"{name}.absmax"] = stored[f"{name}.absmax"][1:].clone()
     else:
