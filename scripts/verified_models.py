@@ -54,7 +54,9 @@ def row(family: Family) -> str:
                 print(f"{family.architecture}: {result.plugin}: {result.difference}")
         differences = list(plain.export_differences(family, folder, cases))
     largest = max(result.max_abs_gradient for result in results)
-    what = TASKS[family.data] + (", auxiliary loss" if family.args else "")
+    what = TASKS[family.data] + (
+        ", auxiliary loss" if "output_router_logits" in family.args else ""
+    )
     exported = "same logits" if max(differences) <= 1e-5 else f"logits differ: {max(differences)}"
     plugins = "all five" if len(passed) == len(results) else ", ".join(passed) or "none"
     words = family.name, f"`{family.architecture}`", what, plugins, f"{largest:.0e}", exported

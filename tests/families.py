@@ -46,7 +46,10 @@ VISION = {
     **NO_DROPOUT,
     "initializer_range": 0.1,
 }
+SIGHT_OF_PIXELS = {key: value for key, value in VISION.items() if key != "num_labels"}
 BERT = {**SMALL, **NO_DROPOUT}
+NO_JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -81,7 +84,7 @@ class Family:
         """The directory as transformers itself loads it; all of its weights must be there."""
         import transformers
 
-        if self in MIXTURES or self.kind == "llama4":
+        if "experts" in str(self.settings):
             settings["experts_implementation"] = "eager"  # the fast one has no float64
         of_file = getattr(transformers, self.architecture).from_pretrained
         model, info = of_file(folder, output_loading_info=True, **settings)
@@ -122,7 +125,7 @@ MIXTURES = (
         "Mixtral",
         "MixtralForCausalLM",
         "mixtral",
-        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**GROUPED, **LOCAL_EXPERTS},
         args=BALANCED,
     ),
     Family(
@@ -131,6 +134,153 @@ MIXTURES = (
         "qwen3_moe",
         {**GROUPED, **EXPERTS},
         args=BALANCED,
+    ),
+)
+IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+"""Rotary positions of time, height and width."""
+INTERLEAVED = {**IN_THREE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+ROUTED = {
+    **{"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+}
+HALF_LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 2},
+}
+"""Linear attention in every other layer."""
+STATE_SPACE = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4},
+}
+LLAMA_4 = {**GROUPED, **LOCAL_EXPERTS, "intermediate_size_mlp": 48}
+RECENT = (
+    Family("Llama 4, text", "Llama4ForCausalLM", "llama4_text", LLAMA_4),
+    Family("Ministral", "MinistralForCausalLM", "ministral"),
+    Family("Ministral 3", "Ministral3ForCausalLM", "ministral3"),
+    Family("Phi-MoE", "PhimoeForCausalLM", "phimoe", {**GROUPED, **LOCAL_EXPERTS, **NO_JITTER}),
+    Family("SmolLM 3", "SmolLM3ForCausalLM", "smollm3"),
+    Family(
+        "OLMo 3", "Olmo3ForCausalLM", "olmo3", {**GROUPED, "num_hidden_layers": 4}, rounding=5e-6
+    ),
+    Family("GLM 4", "Glm4ForCausalLM", "glm4"),
+    Family("GLM 4.5", "Glm4MoeForCausalLM", "glm4_moe", {**GROUPED, **ROUTED}),
+    Family(
+        "EXAONE 4",
+        "Exaone4ForCausalLM",
+        "exaone4",
+        {**GROUPED, "num_hidden_layers": 4},
+        rounding=5e-6,
+    ),
+    Family(
+        "Gemma 4, text",
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        {
+            **GROUPED,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+        rounding=2e-3,
+    ),
+    Family(
+        "Qwen3-Next",
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        {
+            **GROUPED,
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 24,
+            **HALF_LINEAR,
+        },
+        rounding=5e-4,
+    ),
+    Family(
+        "GPT-OSS", "GptOssForCausalLM", "gpt_oss", {**GROUPED, **LOCAL_EXPERTS, "sliding_window": 8}
+    ),
+    Family(
+        "Granite 4, hybrid",
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {
+            **GROUPED,
+            **LOCAL_EXPERTS,
+            "shared_intermediate_size": 24,
+            "layer_types": ["mamba", "attention", "mamba"],
+            **STATE_SPACE,
+        },
+    ),
+    Family(
+        "LFM2",
+        "Lfm2ForCausalLM",
+        "lfm2",
+        {
+            **GROUPED,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
+    Family(
+        "Falcon-H1",
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        {**GROUPED, **STATE_SPACE, "mamba_d_ssm": 64},
+    ),
+    Family(
+        "DeepSeek V3",
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        {
+            **SMALL,
+            "num_key_value_heads": 4,
+            **ROUTED,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+    ),
+    Family(
+        "Cohere 2",
+        "Cohere2ForCausalLM",
+        "cohere2",
+        {**GROUPED, "logit_scale": 0.25, "num_hidden_layers": 4},
+    ),
+    Family(
+        "OLMoE",
+        "OlmoeForCausalLM",
+        "olmoe",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    Family(
+        "StarCoder 2",
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    Family("Nemotron", "NemotronForCausalLM", "nemotron"),
+    Family("ERNIE 4.5", "Ernie4_5ForCausalLM", "ernie4_5"),
+    Family("Hunyuan", "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    Family(
+        "Seed-OSS",
+        "SeedOssForCausalLM",
+        "seed_oss",
+        {**GROUPED, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    Family(
+        "Mamba 2",
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {
+            **SMALL,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "expand": 2,
+        },
     ),
 )
 LANGUAGE = {**GROUPED, "model_type": "llama"}
@@ -142,9 +292,6 @@ QWEN_SIGHT = {
     **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4},
     "out_hidden_size": 32,
 }
-IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-"""Rotary positions of time, height and width."""
-INTERLEAVED = {**IN_THREE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
 QWEN_MARKS = {
     **{"image_token_id": 255, "video_token_id": 254},
     **{"vision_start_token_id": 253, "vision_end_token_id": 252},
@@ -311,8 +458,31 @@ OTHERS = (
     Family("T5", "T5ForConditionalGeneration", "t5", T5, "pairs"),
     Family("BART", "BartForConditionalGeneration", "bart", BART, "pairs"),
     Family("ViT", "ViTForImageClassification", "vit", VISION, "images"),
+    Family(
+        "ModernBERT",
+        "ModernBertForMaskedLM",
+        "modernbert",
+        {**BERT, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2},
+        "masked",
+    ),
+    Family("DeBERTa V2", "DebertaV2ForMaskedLM", "deberta-v2", BERT, "masked"),
+    Family(
+        "XLM-RoBERTa",
+        "XLMRobertaForSequenceClassification",
+        "xlm-roberta",
+        {**BERT, "num_labels": NUM_LABELS},
+        "classes",
+    ),
+    Family(
+        "SigLIP",
+        "SiglipForImageClassification",
+        "siglip",
+        {"vision_config": SIGHT_OF_PIXELS, "num_labels": NUM_LABELS},
+        "images",
+    ),
+    Family("DINOv2", "Dinov2ForImageClassification", "dinov2", VISION, "images"),
 )
-FAMILIES = (*CAUSAL, *MIXTURES, *IMAGE_TEXT, *OTHERS)
+FAMILIES = (*CAUSAL, *MIXTURES, *RECENT, *IMAGE_TEXT, *OTHERS)
 
 
 def generator() -> torch.Generator:

@@ -7,6 +7,7 @@ nothing of colotrain but its order of samples and its masks.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ def plan_of(family: Family, folder: Path, plugin: str, *overrides: str) -> RunPl
     return plan_from(
         [
             *(f"model.hf={folder}", f"data.target=tests.families:{family.data}"),
-            *(f"+model.args.{name}={value}" for name, value in family.args.items()),
+            *(f"+model.args.{name}={json.dumps(value)}" for name, value in family.args.items()),
             *("data.shuffle=false", f"plugin={plugin}", "train.global_batch=8"),
             *("train.micro_batch=2", f"train.max_steps={STEPS}", "train.grad_clip=null"),
             *("optim.name=sgd", "optim.lr=0.2", "optim.schedule.name=constant"),

@@ -25,6 +25,9 @@ DIFFERENT = (
     "Cohere",
     "Qwen3-VL",
     "Llama 4",
+    "GPT-OSS",
+    "Falcon-H1",
+    "DeepSeek V3",
 )
 """One of each kind of architecture."""
 TRIED = chosen(FAMILIES, among=[f for f in FAMILIES if f.name in DIFFERENT])

@@ -10,19 +10,16 @@ from colotrain.errors import ConfigError
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
 from tests.dist import plain
-from tests.families import BERT, OTHERS, Family
+from tests.families import OTHERS, Family
 from tests.masked import make_tokenizer, write_texts
 from tests.representatives import representatives
 from tests.running import Colotrain, losses
 
 pytest.importorskip("transformers")
-MODERN = Family(
-    "ModernBERT",
-    "ModernBertForMaskedLM",
-    "modernbert",
-    {**BERT, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2},
+NAMES = ("BertForMaskedLM", "RobertaForMaskedLM", "ModernBertForMaskedLM")
+BERT_, ROBERTA, MODERN = (
+    next(family for family in OTHERS if family.architecture == name) for name in NAMES
 )
-BERT_, ROBERTA = (family for family in OTHERS if family.data == "masked")
 CASES = {
     "bert-zero3": (BERT_, ["zero3"]),
     "bert": (BERT_, [name for name in ROWS if name != "zero3"]),
