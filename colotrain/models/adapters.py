@@ -332,7 +332,9 @@ def _misshapen(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
         if found != shape:
             yield _of_another_model(plan, f"{part.stored} to be {shape}, not {found}")
         elif stored.dtype(part.stored) not in FLOATING:
-            yield _of_another_model(plan, f"numbers, not {stored.dtype(part.stored)}")
+            yield _of_another_model(
+                plan, f"{part.stored} in floating point, not {stored.dtype(part.stored)}"
+            )
     modules = tuple(f"{PREFIX}{name}." for name in plan.modules)
     for key in sorted({*stored} - known):
         if not key.startswith(modules):
@@ -360,7 +362,8 @@ def _unlike(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
             key, shape = PREFIX + name, tuple(own.shape)
             yield _of_another_model(plan, f"{key} to be {shape}, not {found}")
         elif own.is_floating_point() and stored.dtype(PREFIX + name) not in FLOATING:
-            yield _of_another_model(plan, f"numbers, not {stored.dtype(PREFIX + name)}")
+            key = PREFIX + name
+            yield _of_another_model(plan, f"{key} in floating point, not {stored.dtype(key)}")
     for name, own in module_tree.named_parameters(model, remove_duplicate=False):
         for other in (n for n, p in whole.items() if p is own and n != name):
             if PREFIX + other in stored and not _are_equal(stored, PREFIX + name, PREFIX + other):

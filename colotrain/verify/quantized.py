@@ -176,7 +176,7 @@ def round_(model: nn.Module, name: str) -> None:
     find = getattr(model, "get_output_embeddings", None)
     heads = [find() if find is not None else getattr(model, "head", None)]
     heads += [getattr(model, name, None) for name in ("score", "classifier")]
-    lacking = set(missing_in(model)) if facts_of(model).sources else set()
+    lacking = set(missing_in(model)) if facts_of(model).sources is not None else set()
     last = list(model.named_parameters())[-1][0].rpartition(".")[0]
     kept = {m for head in (*heads, model.get_submodule(last)) if head for m in head.modules()}
     with torch.no_grad():

@@ -100,7 +100,8 @@ def shows(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(shows, value))
     is_address = isinstance(value, str) and value.lower().startswith(NETWORK)
-    return not is_empty(value) and not is_address
+    is_unread = value is ...  # of Parquet and Arrow files
+    return not (is_empty(value) or is_address or is_unread)
 
 
 def is_empty(value: Any) -> bool:

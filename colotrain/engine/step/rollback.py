@@ -54,7 +54,7 @@ def _search(run: Run, agreed: Agreed) -> None:
         run.events.write(origin or Nonfinite(step=run.step + 1))
         run.events.write(Note(text=problem))
     if run.plan.train.on_nonfinite == "stop":
-        paired = run.plan.data.pairs or run.plan.data.rated  # spec/rules.py
+        paired = run.plan.data.pairs or run.plan.data.rated  # which exclude a rollback
         fix = "lower optim.lr, or set train.on_nonfinite=skip" + " or rollback" * (not paired)
         if origin is not None and origin.input is not None:
             fix = "correct or leave out these samples, or set train.on_nonfinite=skip"

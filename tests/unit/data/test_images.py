@@ -191,6 +191,20 @@ def test_columns_that_a_text_does_not_show_are_left_out(
     assert prepare(plan_of(path, tmp_path / "made", images=False)).count("train") > 0
 
 
+def test_a_column_of_parquet_that_no_text_shows_is_not_read(tmp_path: Path) -> None:
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    LLAVA.make_processor(tmp_path / "made")
+    rows = [record(image={"bytes": None, "path": None}), record(image={"bytes": b"", "path": "u"})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prepared = prepare(plan_of(tmp_path / "rows.parquet", tmp_path / "made", images=False))
+    assert prepared.count("train") > 0
+    assert any("image" in note.text for note in prepared.notes)
+    marked = [record(content="<image>Look.", image={"bytes": b"x", "path": None})]
+    pq.write_table(pa.Table.from_pylist(marked), tmp_path / "marked.parquet")
+    with pytest.raises(ConfigError, match=r"data\.images=true"):
+        prepare(plan_of(tmp_path / "marked.parquet", tmp_path / "made", images=False))
+
+
 @pytest.mark.parametrize(
     ("image", "why"),
     [
