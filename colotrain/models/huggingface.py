@@ -95,12 +95,12 @@ def build(
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     facts_of(model).task = task
+    allow_parts_(model, config)
     if predicts_next(model):
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
         allow_division_(model, config)
         chunk_loss_(model)
-        allow_parts_(model, config)
         loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
         model.forward = functools.partial(loss, model.forward)
     elif task is not None:

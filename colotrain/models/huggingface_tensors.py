@@ -85,7 +85,8 @@ def _treats_tokens_alike(model: nn.Module, divisions: Divisions) -> bool:
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
     """The plan of the model's layers, without experts, embedding and head."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if hasattr(model, base) else ""
     inside = {glob: s for glob, s in tp_plan_of(model).items() if glob.startswith(prefix)}
     return {glob: s for glob, s in inside.items() if EXPERTS not in glob and s != EMBEDDING}
 

@@ -67,10 +67,14 @@ def computing(compute: Compute) -> Iterator[None]:
         _compute.reset(before)
 
 
+def is_by_token() -> bool:
+    return _by_token.get()
+
+
 def reduction() -> str:
     """What torch's `cross_entropy` calls the sum, or within `by_token` no sum."""
     assert _compute.get() is None, "this model computes all logits, which is refused"
-    return "none" if _by_token.get() else "sum"
+    return "none" if is_by_token() else "sum"
 
 
 def rows_at_once(weight: Tensor) -> int:
@@ -123,10 +127,11 @@ def cross_entropy(
     """
     if (compute := _compute.get()) is not None:
         return compute(x, weight, bias, labels, logits)
-    if _by_token.get():
-        each: Tensor = _TokenLosses.apply(x, weight, bias, labels, logits)
-        return each
-    return in_chunks(x, weight, bias, labels, functools.partial(_chunk, shape=logits))
+    chunk = functools.partial(_chunk, shape=logits)
+    if is_by_token():
+        losses_of = functools.partial(_losses, shape=logits)
+        return each_in_chunks(x, weight, bias, labels, losses_of, chunk)
+    return in_chunks(x, weight, bias, labels, chunk)
 
 
 Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -178,52 +183,73 @@ class _InChunks(torch.autograd.Function):
         return None if grad_x is None else grad_x.mul_(scale), *scaled, None, None, None
 
 
-class _TokenLosses(torch.autograd.Function):
-    """The loss of each row, in float64: what is made of it are differences of long sums.
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""(products of some rows, labels) → loss of each row in float64, 0 where there is no label."""
 
-    Backward, which knows the rows' weights, computes the logits again.
+
+def each_in_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, losses_of: Losses, of: Chunk
+) -> Tensor:
+    """The loss of each row of `x @ weight.T + bias`, in float64, for a few rows at a time.
+
+    Float64, for what is made of it are differences of long sums. Backward, which knows the rows'
+    weights, computes the logits again; gradients are those that `of` computes of them.
     """
+    each: Tensor = _EachInChunks.apply(x, weight, bias, labels, losses_of, of)
+    return each
 
+
+class _EachInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        losses_of: Losses,
+        of: Chunk,
     ) -> Tensor:
-        exact = exact_dtype(x)
         losses = torch.empty(len(x), dtype=torch.float64, device=x.device)
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
             rows = slice(start, start + step)
-            logits, _ = shape_(F.linear(x[rows], weight, bias).to(exact), shape)
-            valid = labels[rows] != IGNORE_INDEX
-            picked = logits.gather(1, labels[rows].where(valid, 0).unsqueeze(1)).squeeze(1)
-            top = logits.amax(1)
-            logits -= top.unsqueeze(1)
-            sums = logits.exp_().sum(1)
-            losses[rows] = (sums.double().log() + (top.double() - picked.double())) * valid
-            del logits  # before the next chunk's exist
+            losses[rows] = losses_of(F.linear(x[rows], weight, bias), labels[rows])
         ctx.save_for_backward(x, weight, bias, labels)
-        ctx.shape, ctx.exact = shape, exact
+        ctx.slope_of = of
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scales: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, labels = ctx.saved_tensors
+        exact = exact_dtype(x)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight, dtype=ctx.exact) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=ctx.exact) if needs_bias else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
             rows = slice(start, start + step)
-            products = F.linear(x[rows], weight, bias).to(ctx.exact)  # so that the slope is exact
-            _, slope = _chunk(products, labels[rows], ctx.shape)
+            products = F.linear(x[rows], weight, bias).to(exact)  # so that the slope is exact
+            _, slope = ctx.slope_of(products, labels[rows])
             slope *= scales[rows].unsqueeze(1).to(slope.dtype)
             into = None if grad_x is None else grad_x[rows]
             _add_gradients_(slope.to(x.dtype), x[rows], weight, into, grad_weight, grad_bias)
             del products, slope
         of_parameters = (g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
-        return grad_x, *of_parameters, None, None
+        return grad_x, *of_parameters, None, None, None
+
+
+def _losses(products: Tensor, labels: Tensor, shape: Logits) -> Tensor:
+    """Losses of some rows; the products are lost."""
+    logits, _ = shape_(products.to(exact_dtype(products)), shape)
+    valid = labels != IGNORE_INDEX
+    picked = logits.gather(1, labels.where(valid, 0).unsqueeze(1)).squeeze(1)
+    top = logits.amax(1)
+    logits -= top.unsqueeze(1)
+    sums = logits.exp_().sum(1)
+    return (sums.double().log() + (top.double() - picked.double())) * valid
 
 
 def _add_gradients_(

@@ -24,7 +24,15 @@ from torch.autograd.function import once_differentiable
 from colotrain import module_tree
 from colotrain.errors import UsageError
 from colotrain.models.context_parallel import Collective, without_sending
-from colotrain.models.loss import PRODUCTS, Logits, exact_dtype, in_chunks, shape_
+from colotrain.models.loss import (
+    PRODUCTS,
+    Logits,
+    each_in_chunks,
+    exact_dtype,
+    in_chunks,
+    is_by_token,
+    shape_,
+)
 from colotrain.spec.divisions import Divisions, Split
 from colotrain.spec.objectives import IGNORE_INDEX
 
@@ -341,12 +349,28 @@ def vocabulary_cross_entropy(
     """`loss.cross_entropy` of `x` [..., d] that `enter` takes and `labels` of all tokens.
 
     `weight` [vocab / ranks, d] is this rank's part of the vocabulary. The result is the same on all
-    ranks. They exchange three numbers per row in forward, and the gradient of `x`; no rank computes
-    the logits of another's part.
+    ranks. They exchange three numbers per row in forward, within `by_token` again in backward, and
+    the gradient of `x`; no rank computes the logits of another's part.
     """
-    chunk = functools.partial(_chunk, rows=weight.shape[0], shard=shard, shape=logits)
-    rows = enter(x, shard).flatten(0, -2)
+    part: dict[str, Any] = {"rows": weight.shape[0], "shard": shard, "shape": logits}
+    rows, chunk = enter(x, shard).flatten(0, -2), functools.partial(_chunk, **part)
+    if is_by_token():
+        losses_of = functools.partial(_losses, **part)
+        return each_in_chunks(rows, weight, bias, labels.flatten(), losses_of, chunk)
     return in_chunks(rows, weight, bias, labels.flatten(), chunk)
+
+
+def _losses(
+    products: Tensor, labels: Tensor, *, rows: int, shard: TensorShard, shape: Logits
+) -> Tensor:
+    """Losses of some rows in float64; `rows`: this rank's part of the vocabulary."""
+    logits, _ = shape_(products.to(exact_dtype(products)), shape)
+    index, is_here = _in_part(labels, rows, shard)
+    picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).where(is_here, 0.0).double()
+    top = shard.gather(logits.amax(1)).amax(0)
+    logits -= top.unsqueeze(1)
+    sums, picked = shard.sum(torch.stack((logits.exp_().sum(1).double(), picked)))
+    return (sums.log() + (top.double() - picked)) * (labels != IGNORE_INDEX)
 
 
 def _chunk(

@@ -36,6 +36,7 @@ from colotrain.models.objective import kept_of
 from colotrain.models.objectives.base import Kept
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import Axis
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.teacher import PART_BYTES, teacher_of
 
@@ -124,23 +125,25 @@ def precompute(run: Run) -> None:
 def compute(
     run: Run, model: nn.Module, samples: WithPrecomputed, ids: list[int], kept: Kept
 ) -> None:
-    """Write the rows of this rank's part of `ids`. All ranks must call; each does as many forwards.
+    """Write the rows of this reader's part of `ids`. All ranks must call, with as many forwards.
 
     Where a rank is asked to stop, `run.stop.reason` says so on all, and the rest are left out.
     """
-    size, world = run.plan.batch.micro_batch, dist.get_world_size()
+    size, ranks = run.plan.batch.micro_batch, run.plan.ranks
     done: list[int] = []
     found: list[Tensor] = []
-    for start in range(0, len(ids), size * world):
+    for start in range(0, len(ids), size * ranks.readers):
         if is_to_stop(run):
             break
         run.at(kept.phase)
-        first = start + run.rank * size
+        first = start + ranks.reader(run.rank) * size
         own = ids[first : first + size]
         padded = (own + ids[-1:] * size)[:size]
         batch = to_device(stack([(i, samples.samples[i]) for i in padded]), run.device)
         run.sharded.calls.clear()
-        done, found = [*done, *own], [*found, *kept.rows(model, batch).cpu()[: len(own)]]
+        rows = kept.rows(model, batch).cpu()
+        if ranks.is_first(run.rank, Axis.PP, Axis.CP, Axis.TP):
+            done, found = [*done, *own], [*found, *rows[: len(own)]]
         if found and len(found) * found[0].nbytes >= PART_BYTES:
             samples.write(done, found)
             done, found = [], []

@@ -1,0 +1,155 @@
+"""Objectives and losses of the user's own where ranks divide matrices, and not samples alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from colotrain.engine.sharding.context_parallel import collectives_of
+from colotrain.models.loss import Logits, by_token
+from colotrain.models.tensor_parallel import TensorShard, vocabulary_cross_entropy
+from tests.dist.hf import make_directory
+from tests.dist.test_transport import run
+from tests.embedders import make_embedder
+from tests.representatives import of_each_day
+from tests.running import Colotrain, losses
+
+pytest.importorskip("transformers")
+PAIR = ("prompt", "chosen", "rejected")
+FIELDS: dict[str, tuple[str, ...]] = {
+    "dpo": PAIR,
+    "orpo": PAIR,
+    "simpo": PAIR,
+    "reward": PAIR,
+    "kto": ("prompt", "completion", "label"),
+    "classify": ("text", "label"),
+    "embed": ("query", "positive"),
+}
+OF_BYTES = {"vocab_size": 256, "max_position_embeddings": 64}
+OWN = """
+import torch.nn.functional as F
+
+def loss(batch, outputs):
+    labels = batch["labels"]
+    each = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return each, (labels != -100).sum()
+
+def metrics(batch, outputs):
+    found = outputs.logits.argmax(-1) == batch["labels"]
+    return {"right": (found.sum(), (batch["labels"] != -100).sum())}
+"""
+
+
+def write_records(path: Path, fields: tuple[str, ...]) -> None:
+    draw = random.Random(5)
+
+    def text() -> str:
+        return "".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 16)))
+
+    records = [
+        {field: draw.random() < 0.5 if field == "label" else text() for field in fields}
+        for _ in range(48)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def settings_of(objective: str, folder: Path) -> list[str]:
+    """A tiny model of two heads of keys, and random records."""
+    if objective == "embed":
+        made = make_embedder(folder / "model", "qwen3")  # its tokenizer
+        make_directory("llama", made, **OF_BYTES)
+        found = [f"model.hf={made}", "train.embed.pooling=last"]
+    else:
+        found = [f"model.hf={make_directory('llama', folder / 'model', **OF_BYTES)}"]
+        found += ["data.tokenizer=bytes", "+model.args.pad_token_id=0"]
+    if objective == "own":
+        (folder / "own_on_axes.py").write_text(OWN)
+        found += ["data.corpus=stdlib", "train.loss=own_on_axes:loss"]
+        found.append("train.metrics=own_on_axes:metrics")
+    else:
+        write_records(folder / "records.jsonl", FIELDS[objective])
+        found += [f"train.objective={objective}", "data.path=records.jsonl"]
+    return [*found, "data.seq_len=32", "train.global_batch=8", "train.micro_batch=2"]
+
+
+@pytest.mark.parametrize("objective", of_each_day([*FIELDS, "own"], kept=["dpo", "own"]))
+def test_verify_passes_where_two_ranks_divide_each_matrix(
+    objective: str, colotrain: Colotrain
+) -> None:
+    settings = settings_of(objective, colotrain.cwd)
+    options = ("--tp", "2", "--world-sizes", "2", "--plugins", "zero3", "--accumulation", "2")
+    result = colotrain("verify", *settings, *options, "--freeze", "none", "--steps", "2", "--json")
+    assert result.code == 0, result.out + result.err
+    assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
+@pytest.mark.slow
+def test_four_ranks_compute_what_the_reference_says_of_each_sample_once(
+    colotrain: Colotrain,
+) -> None:
+    """Two groups of two ranks: each sample has one row, and a run on one rank reads the same."""
+    settings = settings_of("dpo", colotrain.cwd)
+    settings += ["train.max_steps=3", "train.eval_steps=0", "optim.name=sgd", "optim.lr=0.1"]
+    wide = ("cluster.procs_per_node=4", "mesh.tp=2", "mesh.sequence_parallel=true")
+    kinds = {"wide": wide, "alone": ("cluster.procs_per_node=1",)}
+    steps = {
+        name: losses(colotrain.run(*settings, "plugin=zero2", f"name={name}", *more))
+        for name, more in kinds.items()
+    }
+    assert steps["wide"] == pytest.approx(steps["alone"], abs=1e-6)
+    assert steps["wide"][0] != steps["wide"][2]
+    found: dict[str, dict[int, Tensor]] = {}
+    for name in kinds:
+        rows: list[tuple[int, Tensor]] = []
+        for path in colotrain.rundir(name).precomputed.glob("*/train-*.safetensors"):
+            with safe_open(path, "pt") as file:
+                ids, values = file.get_tensor("ids").tolist(), file.get_tensor("rows")
+                rows += list(zip(ids, values, strict=True))
+        found[name] = dict(rows)
+        assert len(rows) == len(found[name]) == 24
+    assert found["wide"].keys() == found["alone"].keys()
+    for index, row in found["wide"].items():
+        assert torch.allclose(row, found["alone"][index], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_losses_of_each_token_by_parts_of_the_vocabulary_have_the_gradients_of_the_whole(
+    cap: float | None,
+) -> None:
+    run(compare_tokens, 2, cap)
+
+
+def compare_tokens(rank: int, cap: float | None) -> None:
+    torch.manual_seed(11)
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    labels, weights = torch.randint(0, 8, (3, 7)), torch.randn(21, dtype=torch.float64)
+    labels[0, :3] = -100
+    logits = F.linear(x, head, bias) * 0.7
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    (each * weights).sum().backward()
+    wanted = x.grad, head.grad.chunk(2)[rank], bias.grad.chunk(2)[rank]
+    shard = TensorShard(rank=rank, size=2)
+    shard.all_gather, shard.reduce_scatter = collectives_of(dist.group.WORLD, "cpu")
+    parts = (x, head.chunk(2)[rank], bias.chunk(2)[rank])
+    own = [part.detach().clone().requires_grad_() for part in parts]
+    with by_token():
+        found = vocabulary_cross_entropy(
+            own[0], own[1], labels, shard, bias=own[2], logits=Logits(scale=0.7, cap=cap)
+        )
+    assert torch.allclose(found, each, rtol=0, atol=1e-12)
+    assert (found[:3] == 0).all()
+    (found * weights).sum().backward()
+    for part, gradient in zip(own, wanted, strict=True):
+        assert torch.allclose(part.grad, gradient, rtol=0, atol=1e-12)
