@@ -102,3 +102,15 @@ def test_what_rated_answers_exclude_is_said_at_once(rated: Colotrain) -> None:
     result = rated("plan", *SMALL, *KTO, BYTES, "data.path=text.txt")
     assert result.code == 2
     assert "records with prompt, completion and label, not text" in result.err
+
+
+def test_a_split_with_one_answer_is_refused_before_ranks_start(rated: Colotrain) -> None:
+    lines = (rated.cwd / "rated.jsonl").read_text().splitlines(keepends=True)
+    (rated.cwd / "few.jsonl").write_text("".join(lines[:40]))
+    (rated.cwd / "one.jsonl").write_text(lines[0])
+    few = ("data.path=few.jsonl", "data.validation_fraction=0.01")
+    for data in (few, ("data.path=few.jsonl", "data.validation_path=one.jsonl")):
+        result = rated("run", *SMALL, BYTES, *KTO, *data, "name=few", "train.max_steps=1")
+        assert result.code == 2, result.out + result.err
+        assert "at least two validation records" in result.err
+        assert not rated.rundir("few").events.exists()

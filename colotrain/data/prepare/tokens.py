@@ -19,6 +19,7 @@ from colotrain.data.prepare.prepared import (
     NUMPY_DTYPES,
     Note,
     Prepared,
+    Split,
     beside,
     merge_notes,
     note_shared_documents,
@@ -96,10 +97,26 @@ def prepare_shards(
         store, found = Cache(cache), find_sources(plan)
         if found.family == "tokens":
             return open_token_files(plan, found.files, store, report, salt=str(FORMAT))
-        return [_prepare(plan, found, store, report)]
+        prepared = _prepare(plan, found, store, report)
+        if plan.rated:
+            _refuse_single_answers(prepared)
+        return [prepared]
     except OSError as error:
         fix = "make the data readable and the cache writable (or set COLOTRAIN_CACHE)"
         raise ColotrainError(f"the data cannot be prepared: {error}", fix) from error
+
+
+def _refuse_single_answers(prepared: Prepared) -> None:
+    """Raise `ConfigError` where an answer with a label is the only one of its split."""
+    fixes: dict[Split, str] = {
+        "train": "give more records",
+        "validation": "give more of them, or another data.validation_fraction where that keeps it",
+    }
+    for use, fix in fixes.items():
+        ends = prepared.document_ends(use)
+        if ends is not None and len(ends) == 1:
+            expected = f"at least two {use} records: an answer is compared with another's prompt"
+            raise ConfigError([Problem(key="data", expected=expected, fix=fix)])
 
 
 def notes_of(plan: DataPlan, shards: Sequence[Prepared]) -> list[Note]:

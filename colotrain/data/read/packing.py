@@ -188,9 +188,7 @@ class RatedSamples:
     """
 
     def __init__(self, documents: Any, seq_len: int) -> None:
-        if len(documents) == 1:
-            expected = "at least two records: the answer of one is compared with the other's prompt"
-            raise ConfigError([Problem(key="data", expected=expected, fix="give more records")])
+        assert len(documents) != 1, "refused when the data was prepared"
         self.documents, self.seq_len = documents, seq_len
         order = np.argsort(np.random.Philox(key=PAIRING).random_raw(len(documents)), kind="stable")
         self._others = np.empty(len(documents), np.int64)

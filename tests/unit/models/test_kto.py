@@ -14,7 +14,6 @@ from colotrain.data.prepare.conversations import CHATML, Renderer
 from colotrain.data.prepare.prepared import OF_BAD_ANSWER
 from colotrain.data.prepare.records import BadRecord
 from colotrain.data.read.packing import RatedSamples
-from colotrain.errors import ConfigError
 from colotrain.models.llm import LLM
 from colotrain.models.objective import as_global_batch, attach_, output_of
 from colotrain.models.objectives.kto import rows_of
@@ -97,11 +96,6 @@ def test_each_answer_stands_with_one_other_prompt() -> None:
     assert sorted(others) == list(range(1, 12))
     again = RatedSamples(documents, SEQ)
     assert all(torch.equal(again[i]["input_ids"], samples[i]["input_ids"]) for i in range(11))
-
-
-def test_one_record_alone_cannot_be_paired() -> None:
-    with pytest.raises(ConfigError, match="at least two records"):
-        RatedSamples([document(1, 1, 1)], SEQ)
 
 
 def batch_of(num: int) -> dict[str, Tensor]:
