@@ -564,10 +564,11 @@ def reward_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
 
 
 def class_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
-    """Cross-entropy of the classes of texts."""
-    labels = batch["labels"]
-    total = F.cross_entropy(classified(model, batch), labels, reduction="sum")
-    return ((total, torch.tensor(len(labels))),)
+    """Cross-entropy of the classes of texts, or of the tokens with a label."""
+    labels = batch["labels"].flatten()
+    logits = classified(model, batch).flatten(0, -2)
+    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    return ((total, (labels != IGNORE_INDEX).sum()),)
 
 
 def classified(model: Any, batch: Batch) -> Tensor:

@@ -79,7 +79,10 @@ ALLOWED = {
     },
     "train.stop_early": TEXT,
     "train.classify": TEXT,
+    "train.classify_tokens": TEXT,
     "data.classes": TEXT,
+    "data.classes_of_words": WORDS,
+    "model.objective.classes_of_words": WORDS,
     "model.objective.class_names": TEXT,
     **{
         f"optim.{key}": WORDS

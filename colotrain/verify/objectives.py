@@ -207,17 +207,21 @@ class Rewards:
 
 
 class Classes:
-    """Classification, with each text by itself: nothing is padded."""
+    """Classification of texts or words, with each text by itself: nothing is padded."""
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Mean over the texts."""
-        losses = []
+        """Mean over the texts, or over the tokens with a label; 0 where there are none."""
+        losses, nothing = [], torch.zeros(())
         for ids, mask, label in zip(
             *(batch[name] for name in ("input_ids", "padding_mask", "labels")), strict=True
         ):
             logits = _logits(model, {"input_ids": ids[: int(mask.sum())].unsqueeze(0)})[0]
-            losses.append(logits.logsumexp(0) - logits[label])
-        return torch.stack(losses).mean()
+            nothing = 0.0 * logits.sum()
+            scores = [(logits, label)]
+            if label.ndim:
+                scores = [(s, c) for s, c in zip(logits, label, strict=False) if c >= 0]
+            losses += [score.logsumexp(0) - score[number] for score, number in scores]
+        return torch.stack(losses).mean() if losses else nothing
 
 
 class WithTeacher:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.data.prepare import images
-from colotrain.data.prepare.classes import LABEL, class_name
+from colotrain.data.prepare.classes import (
+    LABEL,
+    LABELS_OF_WORDS,
+    WORDS,
+    class_name,
+    class_number,
+    labels_of_words,
+)
 from colotrain.data.prepare.messages import (
     MARK,
     Conversation,
@@ -31,12 +38,13 @@ from colotrain.data.prepare.templates import CHATML, ChatTemplate
 from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
 from colotrain.errors import ConfigError, Problem
 from colotrain.rundir import read_text
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
 from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label", "images")
-COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
+COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE, "tokens", "labels")
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
 RELATED_TEXTS = ("query", "positive", "negative")
 """Texts of which a model of embeddings makes vectors."""
@@ -68,6 +76,10 @@ class Rendered:
     """Whether a separator token is added at the end; chat templates end their turns themselves."""
     label: int | None = None
     """Number of its class: then it has the tokenizer's own tokens around it, and no separator."""
+    words: tuple[str, ...] = ()
+    """The words of a text whose words have classes; (): another text."""
+    labels: tuple[int, ...] = ()
+    """Number of each word's class; -100: it has none."""
     notes: tuple[str, ...] = ()
     """What a user should know about this record; the same words for all records alike."""
     unread: tuple[str, ...] = ()
@@ -168,6 +180,8 @@ class Renderer:
     """Whether records are answers with a label, which says whether they are good."""
     classes: tuple[str, ...] = field(default=(), repr=False)
     """Names of the classes of texts; none: records have no class."""
+    classes_of_words: bool = field(default=False, repr=False)
+    """Whether each word has one of the classes, instead of the text."""
     processor: str | None = field(default=None, repr=False)
     """Folder of the processor of the records' images; None: records have no images."""
 
@@ -182,7 +196,8 @@ class Renderer:
         """Names of the columns that are read."""
         own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
         related = (*RELATED_TEXTS, ANCHOR) if self.related else ()
-        meanings = (*COLUMNS, *own, *related)
+        words = (*WORDS, *LABELS_OF_WORDS) if self.classes_of_words else ()
+        meanings = (*COLUMNS, *own, *related, *words)
         meanings = tuple(one for one in meanings if one not in images.COLUMNS)
         meanings += images.COLUMNS if self.processor is not None else ()
         return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
@@ -210,7 +225,7 @@ class Renderer:
         if self.related:
             return self._related(fields)
         if self.classes:
-            return self._labelled(fields)
+            return self._tagged(fields) if self.classes_of_words else self._labelled(fields)
         return self._pair(fields) if self.pairs else self._render(fields)
 
     def _related(self, fields: Fields) -> list[Rendered]:
@@ -296,13 +311,37 @@ class Renderer:
         text, name = fields.take_text("text"), fields.name(LABEL)
         if not text:
             raise BadRecord(f"{fields.name('text')}: expected a text, and there is none")
-        label = class_name(fields.take(LABEL))
-        if label not in self.classes:
+        number = self._class_number(fields.take(LABEL), name)
+        return [Rendered(text=text, answers=None, ends=True, label=number)]
+
+    def _class_number(self, value: Any, name: str) -> int:
+        number = class_number(value, self.classes)
+        if number is None:
             known = ", ".join(self.classes[:MOST_SHOWN])
             more = ", …" if len(self.classes) > MOST_SHOWN else ""
-            raise BadRecord(f"{name}: expected one of {known}{more}, not {label or 'nothing'}")
-        number = self.classes.index(label)
-        return [Rendered(text=text, answers=None, ends=True, label=number)]
+            label = class_name(value) or "nothing"
+            raise BadRecord(f"{name}: expected one of {known}{more}, not {label}")
+        return number
+
+    def _tagged(self, fields: Fields) -> list[Rendered]:
+        """The words of a text, and the class of each."""
+        found = fields.find(*WORDS) or WORDS[0]
+        name, words = fields.name(found), parsed(fields.name(found), fields.take(found))
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            has = ", ".join(map(str, fields.record)) or "-"
+            raise BadRecord(f"{name}: expected a list of words, as texts; the record has {has}")
+        column = fields.name(fields.find(*LABELS_OF_WORDS) or LABELS_OF_WORDS[0])
+        fields.take(*LABELS_OF_WORDS)
+        labels = labels_of_words(fields.record, self.columns)
+        if labels is None or len(labels) != len(words):
+            has = "none" if labels is None else f"{len(labels)}"
+            raise BadRecord(f"{column}: expected a label for each of {len(words)} words, not {has}")
+        numbers = tuple(
+            IGNORE_INDEX if label == IGNORE_INDEX else self._class_number(label, column)
+            for label in labels
+        )
+        text = " ".join(words)
+        return [Rendered(text=text, answers=None, ends=True, words=tuple(words), labels=numbers)]
 
     def _render(self, fields: Fields) -> list[Rendered]:
         prompt, completion, text = (
@@ -514,6 +553,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         rated=plan.rated,
         related=plan.related.columns if plan.related is not None else (),
         classes=plan.classes,
+        classes_of_words=plan.classes_of_words,
         processor=plan.tokenizer if plan.images else None,
     )
 

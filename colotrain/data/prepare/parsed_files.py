@@ -1,6 +1,6 @@
-"""Files whose records have to be found by parsing: JSON documents and tables. No torch here.
+"""Files whose records have to be found by parsing: JSON, tables and CoNLL's lists. No torch here.
 
-Both are read in bounded memory: a few records at a time.
+All are read in bounded memory: a few records at a time.
 """
 
 from __future__ import annotations
@@ -188,6 +188,54 @@ def table_pieces(path: Path) -> Pieces:
         except csv.Error as error:
             raise _no_table(path, number, f"a row that can be read ({error})") from error
         yield numbers, json.dumps([header or [], *rows]).encode(), file.tell()
+
+
+DOCUMENT = "-DOCSTART-"
+"""First field of the lines of CoNLL's files that stand before a document."""
+
+
+def conll_pieces(path: Path) -> Pieces:
+    """The texts of a file in CoNLL's form, each as a line of JSON with `tokens` and `labels`.
+
+    A line has a word first and its class last, separated by tabs or spaces; other fields between
+    them are not read. Empty lines are between texts. A text's number is that of its first line.
+    """
+    texts: list[str] = []
+    numbers: list[int] = []
+    words: list[list[str]] = []
+    size = number = 0
+
+    def finish() -> None:
+        if words:
+            text = {"tokens": [row[0] for row in words], "labels": [row[-1] for row in words]}
+            texts.append(json.dumps(text))
+            numbers.append(number - len(words))
+            words.clear()
+
+    with open_unpacked(path) as file:
+        for number, line in enumerate(_decoded_lines(path, file), 1):
+            fields = _fields(line)
+            if not fields or fields[0] == DOCUMENT:
+                finish()
+            elif len(fields) < 2 or (words and len(fields) != len(words[0])):
+                expected = f"{len(words[0])} fields as above" if words else "a word and its class"
+                raise _no_table(path, number, f"{expected}, not {len(fields)}")
+            else:
+                words.append(fields)
+                size += len(line)
+            if size >= BLOCK_BYTES and not words:
+                yield numbers, "\n".join(texts).encode(), file.tell()
+                texts, numbers, size = [], [], 0
+        number += 1
+        finish()
+        yield numbers, "\n".join(texts).encode(), file.tell()
+
+
+def _fields(line: str) -> list[str]:
+    line = line.strip("\r\n")
+    if not line.strip():
+        return []
+    return line.split("\t") if "\t" in line else [field for field in line.split(" ") if field]
 
 
 def _separator(path: Path, header: str) -> str:

@@ -34,6 +34,7 @@ from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.parent_process import die_with
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
@@ -118,7 +119,16 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
                 writer.add(piece, split)
             report("tokenizing", min(before[piece.file] + piece.done, total), total)
     report("tokenizing", total, total)
-    _finish(work, encoder, writers, num_bad=num_bad, bad=bad, notes=notes, joins=joins)
+    _finish(
+        work,
+        encoder,
+        writers,
+        num_bad=num_bad,
+        bad=bad,
+        notes=notes,
+        joins=joins,
+        labels_words=renderer.classes_of_words,
+    )
 
 
 def _finish(
@@ -130,11 +140,13 @@ def _finish(
     bad: list[str],
     notes: Sequence[Note],
     joins: dict[str, bool] | None,
+    labels_words: bool,
 ) -> None:
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
         raise ConfigError([Problem(key="data", expected="records to train on", fix=fix)])
     has_targets = any(writer.has_answers for writer in writers.values())
+    target_dtype = "uint16" if labels_words else "uint8"
     if not has_targets:
         for writer in writers.values():
             beside(writer.path, "targets").unlink()
@@ -147,6 +159,7 @@ def _finish(
         "separator": encoder.separator,
         "has_documents": True,
         "has_targets": has_targets,
+        "target_dtype": target_dtype,
         "num_bad": num_bad,
         "bad": bad,
         "notes": [asdict(note) for note in notes],
@@ -339,7 +352,7 @@ def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:
 def _has_answers(document: Rendered | TokenRow) -> bool:
     if isinstance(document, TokenRow):
         return document.has_answers
-    return document.answers is not None
+    return document.answers is not None or bool(document.words)
 
 
 def _num_bytes(documents: Sequence[Document]) -> int | None:
@@ -403,12 +416,19 @@ Document = tuple[str, Rendered | TokenRow]
 """`FILE:LINE` of a record, and the record."""
 Tokens = np.ndarray[Any, Any]
 Targets = np.ndarray[Any, Any]
-"""1 for every token that counts in the loss, `OF_BAD_ANSWER` in a bad answer, else 0."""
+"""1 for every token that counts in the loss, `OF_BAD_ANSWER` in a bad answer, else 0; of tokens
+with classes, the class's number + 1."""
 SPANS_BEGINNING = (
     "a token spans the beginning of an answer and counts as the answer's: after the prompt alone "
     "the model sees other tokens (let prompts end before a space, not after it)"
 )
 SPANS_END = "a token spans the end of an answer, and is trained on"
+JOINED_WORDS = (
+    "the tokenizer puts no space between words, as with transformers' is_split_into_words=True: "
+    'begin them with a space (" York"), or name a tokenizer.json with add_prefix_space=true in '
+    "data.tokenizer"
+)
+NO_TOKEN = "the tokenizer makes no token of a word: its label is not learned"
 BEGINS_TWICE = (
     "the text begins with the token that the tokenizer puts before every text: it stands there "
     "twice, as in transformers (remove it from the text)"
@@ -429,7 +449,8 @@ def encode_documents(
     document without tokens stays one.
     """
     texts = [found for _, found in documents if isinstance(found, Rendered)]
-    plain = iter(encoder.encode([r.text for r in texts if r.answers is None]))
+    plain = iter(encoder.encode([r.text for r in texts if r.answers is None and not r.words]))
+    words = _words_of(texts, encoder)
     marked = iter(encoder.encode_with_offsets([r.text for r in texts if r.answers is not None]))
     prompts = iter(encoder.encode([p for r in texts if (p := _prompt_of(r)) is not None]))
     dtype = np.dtype(NUMPY_DTYPES[encoder.dtype])
@@ -437,6 +458,11 @@ def encode_documents(
     for place, found in documents:
         if isinstance(found, TokenRow):
             rows.append((found.ids.astype(dtype), found.targets.astype(np.uint8)))
+            continue
+        if found.words:
+            row, wanted, texts_of_notes = _labelled(found, *next(words), encoder)
+            notes += [Note(text=text, count=1, first=place) for text in texts_of_notes]
+            rows.append((row, wanted))
             continue
         ids, offsets = (next(plain), None) if found.answers is None else next(marked)
         row = np.asarray(ids, dtype=dtype)
@@ -462,6 +488,32 @@ def encode_documents(
     if pairs:
         _begin_together_(rows)
     return rows
+
+
+def _words_of(texts: Sequence[Rendered], encoder: Encoder) -> Iterator[tuple[Any, Any]]:
+    split = [text.words for text in texts if text.words]
+    if not split:
+        return iter(())
+    assert encoder.encode_words is not None, "the plan has a tokenizer's file"
+    return iter(encoder.encode_words(split))
+
+
+def _labelled(
+    text: Rendered, ids: Sequence[int], places: Sequence[int], encoder: Encoder
+) -> tuple[Tokens, Targets, list[str]]:
+    """The tokens of words in the tokenizer's frame; each word's first one has its class.
+
+    `places`: the word of each token. The last value has notes about the text.
+    """
+    before, after = encoder.frame.before, encoder.frame.after
+    row = np.asarray([*before, *ids, *after], np.dtype(NUMPY_DTYPES[encoder.dtype]))
+    wanted, seen = np.zeros(len(row), np.uint16), set[int]()
+    for at, word in enumerate(places, len(before)):
+        if word not in seen and text.labels[word] != IGNORE_INDEX:
+            wanted[at] = text.labels[word] + 1
+        seen.add(word)
+    notes = [JOINED_WORDS] if encoder.joins_words else []
+    return row, wanted, notes + ([NO_TOKEN] if len(seen) < len(text.words) else [])
 
 
 def _as_document(

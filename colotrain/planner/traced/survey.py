@@ -369,7 +369,7 @@ def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
         return {"input_ids": tokens, "attention_mask": tokens.clone()}
     if data.rated:
         sample[GOOD] = tokens.new_empty(())
-    if data.classes:
+    if data.classes and not data.classes_of_words:
         sample["labels"] = tokens.new_empty(())
     if data.isolate:
         sample[DOCUMENT_IDS] = tokens.clone()
