@@ -28,6 +28,7 @@ def data_plan(
     problems: list[Problem],
     *,
     pairs: bool = False,
+    margins: bool | None = None,
     rated: bool = False,
     related: RelatedPlan | None = None,
     masked: MaskedPlan | None = None,
@@ -38,10 +39,10 @@ def data_plan(
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
-    `pairs`: whether the records are preference pairs. `rated`: whether they are answers with a
-    label. `related`: the texts of a sample. `masked`: which tokens are hidden. `tokens` are added
-    to the tokenizer. `classes`: those of texts, or with `classes_of_words` of their words.
-    `marks_padding`: whether samples say where their padding is.
+    `pairs`: whether the records are preference pairs, with `margins` if so. `rated`: whether they
+    are answers with a label. `related`: the texts of a sample. `masked`: which tokens are hidden.
+    `tokens` are added to the tokenizer. `classes`: those of texts, or with `classes_of_words` of
+    their words. `marks_padding`: whether samples say where their padding is.
     """
     missing: list[Problem] = []
     paths = _absolute(data.path, "data.path", missing)
@@ -66,6 +67,7 @@ def data_plan(
         tokens=tuple(tokens),
         workers=0 if data.workers == "auto" else data.workers,
         pairs=pairs,
+        margins=margins,
         rated=rated,
         related=related,
         masked=masked,

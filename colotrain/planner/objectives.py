@@ -44,6 +44,7 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
         settings.data,
         problems,
         pairs=objective.has_pairs,
+        margins=settings.train.reward.margins if objective is Reward else None,
         rated=objective.has_rated_answers,
         related=_related(settings, problems) if objective.relates_texts else None,
         masked=_masked(settings, problems) if objective.hides_tokens else None,

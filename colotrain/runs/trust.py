@@ -56,7 +56,15 @@ ALLOWED = {
         f"data.{key}": WORDS
         for key in (
             *("source", "corpus", "format", "seq_len", "loss_on", "packing", "isolate", "on_bad"),
-            *("workers", "num_workers", "shuffle", "validation_fraction", "pairs", "masked"),
+            *(
+                "workers",
+                "num_workers",
+                "shuffle",
+                "validation_fraction",
+                "pairs",
+                "masked",
+                "margins",
+            ),
             *("rated", "related", "images"),
         )
     },

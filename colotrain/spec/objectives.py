@@ -18,6 +18,8 @@ PADDING_MASK = "padding_mask"
 ROWS_OF = "rows_of_"
 """Beginning of the name of a batch's entry with each sample's number of rows of an entry of
 images, such as `rows_of_pixel_values`: the entry itself is padded."""
+MARGIN = "margin"
+"""Entry of a pair: how much larger the reward of its chosen text is to be."""
 GOOD = "is_good"
 """Entry of a sample that is 1 where its answer is a good one, and else 0."""
 
@@ -181,6 +183,8 @@ class Reward(Objective):
 
     center_coefficient: float = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps them near 0."""
+    margins: bool = False
+    """Whether each record has a `margin`, by which its chosen text's reward is to be larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,7 +214,7 @@ class PartPlan(CommonPart):
 OF_SAMPLES = (
     *("target", "args", "collate"),
     *("seq_len", "pairs", "rated", "related", "masked", "classes", "isolate", "marks_padding"),
-    *("images", "classes_of_words"),
+    *("images", "classes_of_words", "margins"),
 )
 """Settings under `data` that samples' shapes depend on."""
 
@@ -232,6 +232,8 @@ class DataPlan(CommonData):
     """Special tokens that are added to the tokenizer."""
     pairs: bool = False
     """Whether each sample is a preference pair: a chosen answer and a rejected one."""
+    margins: bool | None = None
+    """Whether each pair has a margin, a number; None: the objective has none."""
     rated: bool = False
     """Whether each sample is an answer that is good or bad, and another record's answer to its
     prompt."""

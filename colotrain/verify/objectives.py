@@ -194,12 +194,13 @@ class Rewards:
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Mean over the pairs of which both answers have a target; 0 where there are none."""
         losses = []
-        for ids, labels, mask in zip(
-            *(batch[name] for name in ("input_ids", "labels", "padding_mask")), strict=True
+        margins = batch["margin"] if self.plan.margins else torch.zeros(len(batch["labels"]))
+        for ids, labels, mask, margin in zip(
+            *(batch[name] for name in ("input_ids", "labels", "padding_mask")), margins, strict=True
         ):
             texts = (text[: int(own.sum())] for text, own in zip(ids, mask, strict=True))
             chosen, rejected = (_logits(model, {"input_ids": t.unsqueeze(0)})[0, 0] for t in texts)
-            loss = -F.logsigmoid(chosen - rejected)
+            loss = (1 + (rejected + margin - chosen).exp()).log()
             loss = loss + self.plan.center_coefficient * (chosen + rejected) ** 2
             losses.append(loss * (labels >= 0).any(1).all())
         count = (batch["labels"] >= 0).any(2).all(1).sum()

@@ -6,6 +6,7 @@ count in the loss, a text comes with their spans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,19 +33,20 @@ from colotrain.data.prepare.messages import (
     texts_in,
     turn,
 )
-from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.records import BadRecord, UnreadColumn
 from colotrain.data.prepare.renderings import render
 from colotrain.data.prepare.templates import CHATML, ChatTemplate
 from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
 from colotrain.errors import ConfigError, Problem
 from colotrain.rundir import read_text
-from colotrain.spec.objectives import IGNORE_INDEX
+from colotrain.spec.objectives import IGNORE_INDEX, MARGIN
 from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
 from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label", "images")
-COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE, "tokens", "labels")
+OF_OBJECTIVES = ("tokens", "labels", "margin")
+COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE, *OF_OBJECTIVES)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
 RELATED_TEXTS = ("query", "positive", "negative")
 """Texts of which a model of embeddings makes vectors."""
@@ -58,6 +60,7 @@ CONTEXTS = ("input", "context")
 ANSWERS = ("output", "answer", "response", "solution", "targets")
 MOST_SHOWN = 20
 """Classes that a message names."""
+MOST_MARGIN = 1e30
 SYSTEMS = ("system", "system_prompt")
 ANCHOR = "anchor"
 """Another name of the column query, as in data of sentence-transformers."""
@@ -84,6 +87,8 @@ class Rendered:
     """What a user should know about this record; the same words for all records alike."""
     unread: tuple[str, ...] = ()
     """Names of the record's fields that mean nothing here, such as an id."""
+    margin: float | None = None
+    """The pair's margin, where this is its chosen text and pairs have margins."""
     is_bad: bool = False
     """Whether the record's label says that its answer is a bad one."""
     images: tuple[Any, ...] = ()
@@ -174,6 +179,8 @@ class Renderer:
     """Special tokens such as bos_token, by name, which templates may use."""
     pairs: bool = field(default=False, repr=False)
     """Whether records are preference pairs."""
+    margins: bool | None = field(default=None, repr=False)
+    """Whether each pair has a margin; None: one is of no use."""
     related: tuple[str, ...] = field(default=(), repr=False)
     """Columns with the texts of a sample, each a text by itself; (): other records."""
     rated: bool = field(default=False, repr=False)
@@ -226,7 +233,29 @@ class Renderer:
             return self._related(fields)
         if self.classes:
             return self._tagged(fields) if self.classes_of_words else self._labelled(fields)
-        return self._pair(fields) if self.pairs else self._render(fields)
+        if not self.pairs:
+            return self._render(fields)
+        margin = self._margin(fields)
+        chosen, *others = self._pair(fields)
+        return [replace(chosen, margin=margin), *others]
+
+    def _margin(self, fields: Fields) -> float | None:
+        name = fields.name(MARGIN)
+        if self.margins is False and fields.find(MARGIN):
+            raise UnreadColumn(
+                f"{name}: margins are read with train.reward.margins=true",
+                "set it, or take the column out of the records",
+            )
+        if not self.margins:
+            return None
+        value = fields.take(MARGIN)
+        try:
+            margin = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            margin = math.nan
+        if not abs(margin) <= MOST_MARGIN:
+            raise BadRecord(f"{name}: expected a number, not {shown(value)}")
+        return margin
 
     def _related(self, fields: Fields) -> list[Rendered]:
         """The texts of a sample, each by itself."""
@@ -242,7 +271,10 @@ class Renderer:
             found.append(Rendered(text=text, answers=None, ends=True))
         if "negative" not in self.related and fields.find("negative"):
             name = fields.name("negative")
-            raise BadRecord(f"{name}: it is read with train.embed.negatives=true")
+            raise UnreadColumn(
+                f"{name}: it is read with train.embed.negatives=true",
+                "set it, or take the column out of the records",
+            )
         return found
 
     def _rated(self, fields: Fields) -> list[Rendered]:
@@ -550,6 +582,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         tool_template=named.get("tool_use"),
         tokens=tokens,
         pairs=plan.pairs,
+        margins=plan.margins,
         rated=plan.rated,
         related=plan.related.columns if plan.related is not None else (),
         classes=plan.classes,

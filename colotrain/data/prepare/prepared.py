@@ -83,6 +83,8 @@ class Prepared:
     """Whether there are files with the ends of documents (`document_ends`)."""
     has_targets: bool = False
     """Whether there are files with a number per token, 1 if it counts in the loss (`targets`)."""
+    has_margins: bool = False
+    """Whether there are files with the margin of each pair of documents (`margins`)."""
     target_dtype: str = "uint8"
     """A key of `NUMPY_DTYPES`: uint16 where targets are classes."""
     index: Path | None = None
@@ -136,6 +138,13 @@ class Prepared:
             empty += not targets[start + 1 : cut].any()  # the first token is no label
             lost += int(np.count_nonzero(targets[cut:end]))
         return empty, lost
+
+    def margins(self, split: Split) -> np.ndarray[Any, Any] | None:
+        """Margin of each pair; None where pairs have none."""
+        if not self.has_margins:
+            return None
+        path = beside(self.train if split == "train" else self.validation, "margins")
+        return _map(path, "<f4", start=0, count=path.stat().st_size // 4)
 
     def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
         """1, or `OF_BAD_ANSWER`, for every token that counts in the loss as a label, else 0; None:
@@ -230,6 +239,9 @@ def _sizes(found: Prepared) -> Iterator[bool]:
         yield count_tokens(path, found.dtype) == count
         if found.has_targets:
             yield count_tokens(beside(path, "targets"), found.target_dtype) == count
+        if found.has_margins:
+            size = beside(path, "margins").stat().st_size
+            yield size == beside(path, "ends").stat().st_size // 4  # 8 bytes for each of two texts
         if found.joins is not None:
             ends = _map(beside(path, "image_ends"), "<i8", start=0, count=_num_ends(path))
             yield beside(path, "images").stat().st_size == (int(ends[-1]) if len(ends) else 0)

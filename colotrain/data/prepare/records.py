@@ -60,6 +60,14 @@ class BadRecord(Exception):
     """A record that cannot be used; the message says why."""
 
 
+class UnreadColumn(BadRecord):
+    """A record with a column that a setting alone reads: no record is left out for it."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem)
+        self.fix = fix
+
+
 def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
     """The blocks of a file; from Parquet and Arrow only `columns` are read, where they exist."""
     kind, pieces = READERS[file.kind]

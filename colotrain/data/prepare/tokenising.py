@@ -28,7 +28,7 @@ from colotrain.data.prepare.prepared import (
     merge_notes,
     write_metadata,
 )
-from colotrain.data.prepare.records import BadRecord, Block
+from colotrain.data.prepare.records import BadRecord, Block, UnreadColumn
 from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
@@ -71,6 +71,10 @@ class Encoded:
     """Whether a record says what is an answer, even if everything counts in the loss."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
+    unread: tuple[str, str, str] | None = None
+    """The first record with an `UnreadColumn`: `FILE:LINE`, reason and fix."""
+    margins: dict[str, bytes] = field(default_factory=dict)
+    """Margin of each pair, where pairs have one."""
     notes: list[Note] = field(default_factory=list)
     images: dict[str, list[bytes]] = field(default_factory=dict)
     """Text and images of each document, where records have images."""
@@ -110,6 +114,9 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
         notes: list[Note] = []
         num_bad = 0
         for piece in encoded:
+            if piece.unread:
+                place, why, fix = piece.unread
+                raise ConfigError([Problem(key=place, expected=f"no such column ({why})", fix=fix)])
             if piece.bad and plan.on_bad == "stop":
                 raise _bad_records(piece.bad)
             num_bad += len(piece.bad)
@@ -128,6 +135,7 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
         notes=notes,
         joins=joins,
         labels_words=renderer.classes_of_words,
+        has_margins=bool(renderer.margins),
     )
 
 
@@ -141,6 +149,7 @@ def _finish(
     notes: Sequence[Note],
     joins: dict[str, bool] | None,
     labels_words: bool,
+    has_margins: bool,
 ) -> None:
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
@@ -149,10 +158,13 @@ def _finish(
     target_dtype = "uint16" if labels_words else "uint8"
     if not has_targets:
         for writer in writers.values():
-            beside(writer.path, "targets").unlink()
+            writer.drop("targets")
+    if not has_margins:
+        for writer in writers.values():
+            writer.drop("margins")
     if joins is None:
         for writer in writers.values():
-            writer.drop_images()
+            writer.drop("images", "image_ends")
     metadata: dict[str, Any] = {
         "dtype": encoder.dtype,
         "vocab_size": encoder.vocab_size,
@@ -160,6 +172,7 @@ def _finish(
         "has_documents": True,
         "has_targets": has_targets,
         "target_dtype": target_dtype,
+        "has_margins": has_margins,
         "num_bad": num_bad,
         "bad": bad,
         "notes": [asdict(note) for note in notes],
@@ -170,7 +183,7 @@ def _finish(
     write_metadata(work, metadata)
 
 
-ENDINGS = ("ends", "targets", "images", "image_ends")
+ENDINGS = ("ends", "targets", "images", "image_ends", "margins")
 """Files of a split beside its tokens."""
 
 
@@ -191,8 +204,8 @@ class Writer:
         self._num_image_bytes = 0
         return self
 
-    def drop_images(self) -> None:
-        for ending in ENDINGS[2:]:
+    def drop(self, *endings: str) -> None:
+        for ending in endings:
             beside(self.path, ending).unlink()
 
     def __exit__(self, *_: object) -> None:
@@ -200,11 +213,12 @@ class Writer:
             file.close()
 
     def add(self, piece: Encoded, split: str) -> None:
-        tokens, ends, targets, documents, document_ends = self._files
+        tokens, ends, targets, documents, document_ends, margins = self._files
         tokens.write(piece.tokens[split])
         last = self.num_tokens + np.cumsum(piece.lengths[split], dtype=np.int64)
         ends.write(last.astype("<i8").tobytes())
         targets.write(piece.targets[split])
+        margins.write(piece.margins.get(split, b""))
         for document in piece.images.get(split, ()):
             documents.write(document)
             self._num_image_bytes += len(document)
@@ -232,13 +246,16 @@ def begin(task: Task) -> None:
 def encode(block: Block) -> Encoded:
     """Tokenize a block's records."""
     documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
-    bad, notes = [], []
+    bad, notes, left = [], [], None
     for number, record in records.parse(block):
         place = f"{block.file}:{number}"
         try:
             if isinstance(record, BadRecord):
                 raise record
             found = _documents(record, block.file)
+        except UnreadColumn as error:
+            left = left or (place, str(error), error.fix)
+            continue
         except (BadRecord, RecursionError) as error:
             deep = isinstance(error, RecursionError)
             bad.append((place, "nested too deeply" if deep else str(error)))
@@ -266,6 +283,8 @@ def encode(block: Block) -> Encoded:
         num_bytes={split: _num_bytes(found) for split, found in documents.items()},
         has_answers=any(_has_answers(d) for found in documents.values() for _, d in found),
         bad=bad,
+        unread=left,
+        margins={split: _margins(found) for split, found in documents.items()},
         notes=merge_notes(notes),
         images={
             split: [d.images for _, d in found if isinstance(d, TokenRow) and d.images]
@@ -339,6 +358,12 @@ def _with_first_images(
             placeholders=int(is_placeholder.sum()),
         ),
     )
+
+
+def _margins(documents: Sequence[Document]) -> bytes:
+    texts = (found for _, found in documents if isinstance(found, Rendered))
+    found = [text.margin for text in texts if text.margin is not None]
+    return np.asarray(found, "<f4").tobytes()
 
 
 def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:

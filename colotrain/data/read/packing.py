@@ -19,7 +19,7 @@ from torch import Tensor
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import OF_BAD_ANSWER, Prepared, Split
 from colotrain.errors import ConfigError, Problem
-from colotrain.spec.objectives import GOOD, IGNORE_INDEX, PADDING_MASK, RelatedPlan
+from colotrain.spec.objectives import GOOD, IGNORE_INDEX, MARGIN, PADDING_MASK, RelatedPlan
 from colotrain.spec.plan import DataPlan
 
 PAIRING = 44
@@ -142,10 +142,15 @@ class DocumentSamples:
 
 
 class PairSamples:
-    """Preference pairs: the values are [2, seq_len], the chosen document and the rejected one."""
+    """Preference pairs: the values are [2, seq_len], the chosen document and the rejected one.
 
-    def __init__(self, documents: DocumentSamples) -> None:
-        self.documents = documents
+    Where pairs have margins, `margin` is one [].
+    """
+
+    def __init__(
+        self, documents: DocumentSamples, margins: np.ndarray[Any, Any] | None = None
+    ) -> None:
+        self.documents, self._margins = documents, margins
 
     def __len__(self) -> int:
         return len(self.documents) // 2
@@ -154,7 +159,10 @@ class PairSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         chosen, rejected = self.documents[2 * index], self.documents[2 * index + 1]
-        return {name: torch.stack([chosen[name], rejected[name]]) for name in chosen}
+        pair = {name: torch.stack([chosen[name], rejected[name]]) for name in chosen}
+        if self._margins is not None:
+            pair[MARGIN] = torch.tensor(float(self._margins[index]))
+        return pair
 
 
 class Documents:
@@ -366,7 +374,8 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
         return Documents(shard, split)
     if plan.pairs:
         return PairSamples(
-            DocumentSamples(shard, split, plan.seq_len, most=1, marks_padding=plan.marks_padding)
+            DocumentSamples(shard, split, plan.seq_len, most=1, marks_padding=plan.marks_padding),
+            shard.margins(split),
         )
     return DocumentSamples(
         shard,
