@@ -137,4 +137,6 @@ def _names(files: Sequence[DataFile], plan: DataPlan) -> Iterator[str]:
 def _wrong(part: DataPlan, expected: str) -> ConfigError:
     value = ", ".join(part.paths) or part.corpus
     fix = "name files of records with labels in data.path, or set train.objective=null"
+    if not part.classes_of_words:
+        fix += "; data.format=fasttext reads lines of text that begin with __label__CLASS"
     return ConfigError([Problem(key="data.path", value=value, expected=expected, fix=fix)])

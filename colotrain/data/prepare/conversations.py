@@ -351,7 +351,8 @@ class Renderer:
         if number is None:
             known = ", ".join(self.classes[:MOST_SHOWN])
             more = ", …" if len(self.classes) > MOST_SHOWN else ""
-            label = class_name(value) or "nothing"
+            is_other = isinstance(value, list | dict)
+            label = shown(value) if is_other else class_name(value) or "nothing"
             raise BadRecord(f"{name}: expected one of {known}{more}, not {label}")
         return number
 

@@ -41,6 +41,8 @@ FORMATS = {
     "conll": Format(
         family="records", endings=(".conll", ".iob", ".iob2", ".bio"), may_be_packed=True
     ),
+    # `__label__CLASS` and a text on each line; names of files do not tell it
+    "fasttext": Format(family="records", may_be_packed=True),
     "parquet": Format(family="records", endings=(".parquet",)),
     # a folder written by `save_to_disk` of the datasets library, or Arrow files
     "arrow": Format(family="records", endings=(".arrow",)),

@@ -231,6 +231,37 @@ def conll_pieces(path: Path) -> Pieces:
         yield numbers, "\n".join(texts).encode(), file.tell()
 
 
+LABEL_MARK = "__label__"
+"""What fastText's lines have before the name of a class."""
+
+
+def labelled_pieces(path: Path) -> Pieces:
+    """The lines of a file in fastText's form, each as a line of JSON with `text` and `label`.
+
+    A line has `__label__CLASS` before its text. One with several classes has the list of them, and
+    one without has no label.
+    """
+    texts: list[str] = []
+    numbers: list[int] = []
+    size = 0
+    with open_unpacked(path) as file:
+        for number, line in enumerate(_decoded_lines(path, file), 1):
+            classes, rest = [], line.strip()
+            while rest.startswith(LABEL_MARK):
+                name, *others = rest.split(maxsplit=1)
+                classes.append(name.removeprefix(LABEL_MARK))
+                rest = others[0] if others else ""
+            if classes or rest:
+                label = classes[0] if len(classes) == 1 else classes or None
+                texts.append(json.dumps({"text": rest, "label": label}))
+                numbers.append(number)
+                size += len(line)
+            if size >= BLOCK_BYTES:
+                yield numbers, "\n".join(texts).encode(), file.tell()
+                texts, numbers, size = [], [], 0
+        yield numbers, "\n".join(texts).encode(), file.tell()
+
+
 def _fields(line: str) -> list[str]:
     line = line.strip("\r\n")
     if not line.strip():

@@ -20,6 +20,7 @@ from colotrain.data.prepare.parsed_files import (
     Pieces,
     conll_pieces,
     json_pieces,
+    labelled_pieces,
     table_pieces,
 )
 from colotrain.errors import ColotrainError, fix_of
@@ -271,6 +272,7 @@ READERS: dict[str, tuple[str, Callable[[Path, frozenset[str]], Pieces]]] = {
     "json": ("lines", lambda path, _: json_pieces(path)),
     "csv": ("table", lambda path, _: table_pieces(path)),
     "conll": ("lines", lambda path, _: conll_pieces(path)),
+    "fasttext": ("lines", lambda path, _: labelled_pieces(path)),
     "parquet": ("arrow", lambda path, names: _rows("parquet", path, _parquet_batches(path, names))),
     "arrow": ("arrow", lambda path, names: _rows("arrow", path, _arrow_batches(path, names))),
 }
