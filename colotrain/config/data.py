@@ -17,7 +17,9 @@ from colotrain.spec.settings import CommonData, CommonPart
 
 PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
 RELATED = "give JSONL, CSV, Parquet or Arrow files of texts that belong together"
-LABELLED = "give JSONL, CSV, Parquet or Arrow files of texts with a label"
+LABELLED = "give files of records with these fields (docs/data.md)"
+NEEDED_FIELDS = {False: "text and label", True: "tokens and labels"}
+"""Whether words have classes → the fields of records that have some."""
 RATED = "give JSONL, CSV, Parquet or Arrow files of answers with a label"
 
 
@@ -26,19 +28,21 @@ def data_plan(
     problems: list[Problem],
     *,
     pairs: bool = False,
+    margins: bool | None = None,
     rated: bool = False,
     related: RelatedPlan | None = None,
     masked: MaskedPlan | None = None,
     tokens: Sequence[str] = (),
     classes: Sequence[str] = (),
+    classes_of_words: bool = False,
     marks_padding: bool = False,
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
-    `pairs`: whether the records are preference pairs. `rated`: whether they are answers with a
-    label. `related`: the texts of a sample. `masked`: which tokens are hidden. `tokens` are added
-    to the tokenizer. `classes`: those of texts. `marks_padding`: whether samples say where their
-    padding is.
+    `pairs`: whether the records are preference pairs, with `margins` if so. `rated`: whether they
+    are answers with a label. `related`: the texts of a sample. `masked`: which tokens are hidden.
+    `tokens` are added to the tokenizer. `classes`: those of texts, or with `classes_of_words` of
+    their words. `marks_padding`: whether samples say where their padding is.
     """
     missing: list[Problem] = []
     paths = _absolute(data.path, "data.path", missing)
@@ -63,10 +67,12 @@ def data_plan(
         tokens=tuple(tokens),
         workers=0 if data.workers == "auto" else data.workers,
         pairs=pairs,
+        margins=margins,
         rated=rated,
         related=related,
         masked=masked,
         classes=tuple(classes),
+        classes_of_words=classes_of_words,
         marks_padding=marks_padding,
     )
     num_sources = sum(map(bool, (data.corpus, paths, parts, data.target)))
@@ -191,7 +197,7 @@ def _needed(plan: DataPlan) -> tuple[str, str] | None:
     if plan.related is not None:
         return f"{', '.join(plan.related.columns[:-1])} and {plan.related.columns[-1]}", RELATED
     if plan.classes:
-        return "text and label", LABELLED
+        return NEEDED_FIELDS[plan.classes_of_words], LABELLED
     if plan.images:
         return "messages and images", "give JSONL, Parquet or Arrow files of conversations"
     return ("prompt, completion and label", RATED) if plan.rated else None

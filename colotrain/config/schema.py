@@ -14,6 +14,7 @@ from colotrain.spec.objectives import (
     KTO,
     ORPO,
     Classify,
+    ClassifyTokens,
     Distill,
     Embed,
     Masking,
@@ -185,7 +186,8 @@ class Train(CommonTrain):
     after the last one. The evaluation before the first step is left out if it is predicted to take
     five minutes."""
     objective: (
-        Literal["dpo", "masked", "distill", "kto", "embed", "orpo", "simpo", "reward", "classify"]
+        Literal["dpo", "masked", "distill", "kto", "embed", "orpo", "simpo", "reward"]
+        | Literal["classify", "classify_tokens"]
         | None
     ) = field(default=None, metadata=after("max_rollbacks"))
     """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
@@ -193,8 +195,9 @@ class Train(CommonTrain):
     probabilities; kto: answers with a label, good or bad (`prompt`, `completion`, `label`), against
     the model as the run begins; embed: vectors of texts that belong together (`query`, `positive`);
     orpo, simpo: preference pairs without a reference; reward: a new head that scores the texts of
-    preference pairs; classify: a new head that tells the classes of texts (`text`, `label`); null:
-    the loss of the model, or `train.loss`."""
+    preference pairs; classify: a new head that tells the classes of texts (`text`, `label`);
+    classify_tokens: one that tells the classes of words (`tokens`, `labels`); null: the loss of the
+    model, or `train.loss`."""
     dpo: DPO = field(default_factory=DPO, metadata=after("objective"))
     """Settings of `train.objective=dpo`."""
     masking: Masking = field(default_factory=Masking, metadata=after("dpo"))
@@ -213,7 +216,11 @@ class Train(CommonTrain):
     """Settings of `train.objective=reward`."""
     classify: Classify = field(default_factory=Classify, metadata=after("reward"))
     """Settings of `train.objective=classify`."""
-    loss: str | None = field(default=None, metadata=after("classify"))
+    classify_tokens: ClassifyTokens = field(
+        default_factory=ClassifyTokens, metadata=after("classify")
+    )
+    """Settings of `train.objective=classify_tokens`."""
+    loss: str | None = field(default=None, metadata=after("classify_tokens"))
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""
     stop_early: StopEarly = field(default_factory=StopEarly, metadata=after("metrics"))

@@ -301,7 +301,8 @@ def unit(view: RunView, plan: RunPlan) -> str:
 def unit_of(count: float | None, plan: RunPlan) -> str:
     """Return the unit of a step's `count`; before there is a step, `count` is None."""
     if plan.data.source != "target":
-        known = {"pairs": plan.data.pairs, "texts": plan.data.classes, "samples": plan.data.rows}
+        texts = bool(plan.data.classes) and not plan.data.classes_of_words
+        known = {"pairs": plan.data.pairs, "texts": texts, "samples": plan.data.rows}
         return next((word for word, holds in known.items() if holds), "tokens")
     return "samples" if count in (None, plan.batch.global_batch) else "targets"
 

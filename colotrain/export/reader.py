@@ -555,19 +555,20 @@ def token_log_probs(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def reward_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
-    """-log sigmoid of the difference of the rewards of each pair, and their squared sum."""
+    """-log sigmoid of the difference of a pair's rewards less its margin, and their squared sum."""
     rewards = classified(model, batch).view(-1, 2)
-    losses = F.softplus(rewards[:, 1] - rewards[:, 0])
+    losses = F.softplus(rewards[:, 1] - rewards[:, 0] + batch.get("margin", 0.0))
     losses = losses + float(loss["center_coefficient"]) * rewards.sum(1) ** 2
     counted = (batch["labels"] != IGNORE_INDEX).any(-1).all(-1)
     return ((losses[counted].sum(), counted.sum()),)
 
 
 def class_loss(model: Any, batch: Batch, loss: dict[str, Any]) -> Sums:
-    """Cross-entropy of the classes of texts."""
-    labels = batch["labels"]
-    total = F.cross_entropy(classified(model, batch), labels, reduction="sum")
-    return ((total, torch.tensor(len(labels))),)
+    """Cross-entropy of the classes of texts, or of the tokens with a label."""
+    labels = batch["labels"].flatten()
+    logits = classified(model, batch).flatten(0, -2)
+    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    return ((total, (labels != IGNORE_INDEX).sum()),)
 
 
 def classified(model: Any, batch: Batch) -> Tensor:

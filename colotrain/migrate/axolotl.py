@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from colotrain.migrate import finetuning as tuning
@@ -68,8 +69,33 @@ def _has_adapter(flat: Flat) -> bool:
     return flat.get("adapter") not in (None, "")
 
 
-def _is_dpo(flat: Flat) -> bool:
-    return flat.get("rl") == "dpo"
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo": {"train.dpo.beta": 0.1},
+    "kto": {
+        "train.kto.beta": 0.1,
+        "train.kto.desirable_weight": 1.0,
+        "train.kto.undesirable_weight": 1.0,
+    },
+    "orpo": {"train.orpo.beta": 0.1},
+    "simpo": {"train.simpo.beta": 0.1},
+    "reward": {"train.reward.center_coefficient": 0.0},
+}
+"""Objective → settings that TRL's trainers of Axolotl have where a file says nothing."""
+ADDED = (
+    "set cpo_alpha: 0 and simpo_gamma: otherwise Axolotl adds the loss of the chosen texts, which "
+    "train.objective=simpo does not have"
+)
+NOTES = {"kto": tuning.KL, "orpo": tuning.MEAN_OF_PAIRS}
+
+
+def _objective(flat: Flat) -> str | None:
+    """The objective on preferences that a file asks for."""
+    name = "reward" if is_on(flat.get("reward_model")) else flat.get("rl")
+    return name if name in PREFERENCES else None
+
+
+def _is(*names: str) -> Callable[[Flat], bool]:
+    return lambda flat: _objective(flat) in names
 
 
 def _adapter(value: Any, _: Flat) -> Answer:
@@ -78,18 +104,51 @@ def _adapter(value: Any, _: Flat) -> Answer:
     return refused(f"{value} is not there: lora is")(value, {})
 
 
-def _rl(value: Any, _: Flat) -> Answer:
-    if value == "dpo":
-        return Answer(outcome="taken", settings={"train.objective": "dpo"})
+def _rl(value: Any, flat: Flat) -> Answer:
+    if value == "simpo" and not (flat.get("cpo_alpha") == 0 and flat.get("simpo_gamma")):
+        return Answer(outcome="refused", note=ADDED)
+    if value in PREFERENCES and value != "reward":
+        note = NOTES.get(value, "")
+        return Answer(outcome="taken", note=note, settings={"train.objective": value})
     return refused(tuning.OBJECTIVE)(value, {})
+
+
+def _reward(value: Any, _: Flat) -> Answer:
+    if not is_on(value):
+        return Answer(outcome="decided", note="off")
+    return Answer(outcome="taken", settings={"train.objective": "reward"})
+
+
+def _num_labels(value: Any, flat: Flat) -> Answer:
+    if _objective(flat) == "reward" and value == 1:
+        return Answer(outcome="decided", note="a reward is one number")
+    return refused(tuning.OBJECTIVE)(value, flat)
+
+
+def _beta(value: Any, flat: Flat) -> Answer:
+    name = _objective(flat)
+    if name in (None, "reward"):
+        return Answer(outcome="decided", note="for rl: dpo, kto, orpo and simpo alone")
+    return taken(f"train.{name}.beta", number)(value, flat)
+
+
+def _alpha_of_orpo(value: Any, flat: Flat) -> Answer:
+    if flat.get("rl_beta") is not None or flat.get("trl.beta") is not None:
+        return Answer(outcome="decided", note="rl_beta counts")
+    return _beta(value, flat)
+
+
+def _weight(key: str) -> Rule:
+    """Rule for a weight of KTO; Axolotl takes 0 for 1."""
+    rule = taken(f"train.kto.{key}", lambda value: number(value) or 1.0)
+    return where(_is("kto"), "for rl: kto alone", rule)
 
 
 def _kind(value: Any, flat: Flat) -> Answer:
     """Translate the way in which records become prompts."""
     name = str(value)
-    if _is_dpo(flat):
-        note = "pairs have prompt, chosen and rejected: set data.columns for other names"
-        return Answer(outcome="asked", note=note)
+    if objective := _objective(flat):
+        return Answer(outcome="asked", note=tuning.RATED if objective == "kto" else tuning.PAIRS)
     if name in CHATS:
         return Answer(outcome="decided", note=tuning.TEMPLATE)
     if name in TEXTS:
@@ -229,7 +288,6 @@ def _entry(section: str) -> dict[str, Rule]:
     return {f"{section}[*].{key}": rule for key, rule in rules.items()}
 
 
-DPO_BETA = where(_is_dpo, "for rl: dpo alone", taken("train.dpo.beta", number))
 RULES = unless_null(
     {
         "base_model": tuning.model,
@@ -239,7 +297,7 @@ RULES = unless_null(
         "cls_model_config": refused(tuning.IMAGES),
         "processor_type": refused(tuning.IMAGES),
         "freeze_mm_modules": refused(tuning.IMAGES),
-        "num_labels": refused(tuning.OBJECTIVE),
+        "num_labels": _num_labels,
         "tokenizer_config": taken("data.tokenizer", str),
         "tokenizer_*": decided("tokenizer.json of the folder is read"),
         "revision_of_model": taken("model.revision", str),
@@ -260,17 +318,28 @@ RULES = unless_null(
         "qat.*": refused("training for quantized weights is not there"),
         "fp8*": refused("precision is fp32, bf16 or fp16"),
         "rl": _rl,
-        "rl_beta": DPO_BETA,
-        "trl.beta": DPO_BETA,
-        "dpo_beta": DPO_BETA,
+        "rl_beta": _beta,
+        "trl.beta": _beta,
+        "dpo_beta": _beta,
         "trl.*": refused(REINFORCED),
         "ebft.*": refused(REINFORCED),
         "vllm.*": refused(REINFORCED),
-        "reward_model": refused(tuning.OBJECTIVE),
+        "reward_model": _reward,
         "process_reward_model": refused(REINFORCED),
-        "center_rewards_coefficient": refused(tuning.OBJECTIVE),
-        "kto_*": refused(tuning.OBJECTIVE),
-        "orpo_alpha": refused(tuning.OBJECTIVE),
+        "center_rewards_coefficient": where(
+            _is("reward"),
+            "for reward_model alone",
+            taken("train.reward.center_coefficient", number),
+        ),
+        "kto_desirable_weight": _weight("desirable_weight"),
+        "kto_undesirable_weight": _weight("undesirable_weight"),
+        "orpo_alpha": where(
+            _is("kto", "orpo", "dpo", "simpo"), "for rl: orpo alone", _alpha_of_orpo
+        ),
+        "simpo_gamma": where(
+            _is("simpo"), "for rl: simpo alone", taken("train.simpo.gamma", number)
+        ),
+        "cpo_alpha": where(_is("simpo"), "for rl: simpo alone", refused(ADDED)),
         "diffusion.*": refused(tuning.OBJECTIVE),
         "use_eaft": refused(tuning.OBJECTIVE),
         "eaft_*": decided("nothing without use_eaft"),
@@ -440,6 +509,7 @@ def defaults(given: Flat) -> dict[str, Any]:
     }
     if "bf16" not in given:
         found |= _dtype("bf16", given)
+    found |= PREFERENCES.get(_objective(given) or "", {})
     if "max_steps" not in has:
         found["train.epochs"] = 1
     if not has & {"warmup_steps", "warmup_ratio"} and given.get("lr_scheduler") != "constant":

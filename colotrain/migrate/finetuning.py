@@ -70,6 +70,12 @@ OBJECTIVE = (
     "settings of this objective are not translated: take the key out, and set train.objective in "
     f"the recipe ({', '.join(OBJECTIVES)}, or null for the model's loss)"
 )
+MEAN_OF_PAIRS = (
+    "the mean over the pairs of the global batch, where theirs is of a micro-batch's tokens"
+)
+KL = "the KL is that of the whole global batch, where theirs is of a micro-batch"
+PAIRS = "pairs have prompt, chosen and rejected: set data.columns for other names"
+RATED = "records have prompt, completion and label: set data.columns for other names"
 TRACKER = f"trackers are {', '.join(TRACKERS[:-1])} and {TRACKERS[-1]}"
 CHECKPOINT = "another tool's checkpoint is not continued: name its weights as the model"
 KERNELS = "attention and other kernels are chosen for the model; results are the same"

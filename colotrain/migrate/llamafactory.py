@@ -42,6 +42,7 @@ COLUMNS = {
     "prompt": "question",
     "query": "context",
     "response": "answer",
+    "kto_tag": "label",
     **{name: name for name in ("messages", "system", "history", "tools", "chosen", "rejected")},
 }
 """Meaning in the registry of datasets → meaning in data.columns."""
@@ -88,16 +89,64 @@ def _has_adapter(flat: Flat) -> bool:
     return flat.get("finetuning_type") in (None, "lora")
 
 
-def _stage(value: Any, _: Flat) -> Answer:
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo": {"train.dpo.beta": 0.1},
+    "kto": {
+        "train.kto.beta": 0.1,
+        "train.kto.desirable_weight": 1.0,
+        "train.kto.undesirable_weight": 1.0,
+    },
+    "orpo": {"train.orpo.beta": 0.1},
+    "simpo": {"train.simpo.beta": 0.1, "train.simpo.gamma": 0.5},
+    "reward": {"train.reward.center_coefficient": 0.0},
+}
+"""Objective → settings of LLaMA-Factory where a file says nothing."""
+LOSSES = {"sigmoid": "dpo", "orpo": "orpo", "simpo": "simpo"}
+"""`pref_loss` → objective."""
+NOTES = {
+    "kto": tuning.KL,
+    "reward": "the new head has neither a bias, which no difference of rewards has, nor dropout",
+}
+
+
+def _objective(flat: Flat) -> str | None:
+    """The objective on preferences that a file asks for."""
+    stages = {"kto": "kto", "rm": "reward", "dpo": LOSSES.get(flat.get("pref_loss") or "sigmoid")}
+    return stages.get(str(flat.get("stage")))
+
+
+def _is(*names: str) -> Callable[[Flat], bool]:
+    return lambda flat: _objective(flat) in names
+
+
+def _stage(value: Any, flat: Flat) -> Answer:
     settings: dict[str, dict[str, Any]] = {
         "sft": {},
         "pt": {"data.packing": "stream", "data.loss_on": "all"},
-        "dpo": {"train.objective": "dpo"},
     }
-    if value not in settings:
+    if value in settings:
+        note = "" if settings[value] else "records with answers"
+        return Answer(outcome="taken", note=note, settings=settings[value])
+    objective = _objective(flat)
+    if objective is None:
         return Answer(outcome="refused", note=tuning.OBJECTIVE)
-    note = "" if settings[value] else "records with answers"
-    return Answer(outcome="taken", note=note, settings=settings[value])
+    more = {"train.orpo.nll_of_prompts": False} if objective == "orpo" else {}
+    note, settings_of = NOTES.get(objective, ""), {"train.objective": objective, **more}
+    return Answer(outcome="taken", note=note, settings=settings_of)
+
+
+def _beta(value: Any, flat: Flat) -> Answer:
+    name = _objective(flat)
+    if name in (None, "reward"):
+        return Answer(outcome="decided", note="for stage: dpo and kto alone")
+    return taken(f"train.{name}.beta", number)(value, flat)
+
+
+def _loss(value: Any, flat: Flat) -> Answer:
+    name = LOSSES.get(str(value))
+    if name is None:
+        return Answer(outcome="refused", note=tuning.OBJECTIVE)
+    return Answer(outcome="decided", note=f"that of train.objective={name}")
 
 
 def _tuned(value: Any, _: Flat) -> Answer:
@@ -179,7 +228,6 @@ def _recompute(value: Any, flat: Flat) -> Answer:
     return tuning.recompute(not is_on(value), flat)
 
 
-DPO = _is_stage("dpo")
 RULES = unless_null(
     {
         "model": refused(V1),
@@ -232,11 +280,10 @@ RULES = unless_null(
             for name in ("galore", "apollo", "badam", "asft", "eaft", "pissa", "oft", "loraplus")
         },
         "use_muon": _muon,
-        "pref_beta": where(DPO, "for stage: dpo alone", taken("train.dpo.beta", number)),
-        "pref_loss": lambda value, flat: (
-            decided("that of DPO")(value, flat)
-            if value == "sigmoid"
-            else refused(tuning.OBJECTIVE)(value, flat)
+        "pref_beta": _beta,
+        "pref_loss": where(_is_stage("dpo"), "for stage: dpo alone", _loss),
+        "simpo_gamma": where(
+            _is("simpo"), "for pref_loss: simpo alone", taken("train.simpo.gamma", number)
         ),
         "pref_ftx": refused(tuning.OBJECTIVE),
         "dpo_label_smoothing": refused(tuning.OBJECTIVE),
@@ -251,7 +298,12 @@ RULES = unless_null(
         "upcast_*": decided("weights and norms are computed as train.precision says"),
         "ref_model*": refused("the reference of DPO is the model as the run begins"),
         "reward_model*": refused(tuning.OBJECTIVE),
-        "kto_*": decided("for stage: kto alone"),
+        "kto_chosen_weight": where(
+            _is("kto"), "for stage: kto alone", taken("train.kto.desirable_weight", number)
+        ),
+        "kto_rejected_weight": where(
+            _is("kto"), "for stage: kto alone", taken("train.kto.undesirable_weight", number)
+        ),
         "dataset": _datasets,
         "dataset_dir": decided("where dataset_info.json is looked for"),
         "eval_dataset": tuning.LATER,
@@ -347,6 +399,7 @@ def defaults(given: Flat) -> dict[str, Any]:
         "data.seq_len": 2048,
         "train.eval_steps": 0,
     }
+    found |= PREFERENCES.get(_objective(given) or "", {})
     if not is_positive(given.get("max_steps")):
         found["train.epochs"] = 3
     if not has & {"warmup_steps", "warmup_ratio"}:

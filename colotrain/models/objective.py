@@ -48,7 +48,7 @@ def _of(settings: ObjectivePlan) -> Objective:
         case RewardPlan():
             return reward.objective(settings)
         case ClassifyPlan():
-            return classify.objective()
+            return classify.objective(settings)
         case DistillPlan():
             return distill.objective(settings)
         case KTO():

@@ -44,12 +44,11 @@ def check_brought_head(settings: Config, modules: Iterable[str]) -> Iterator[Pro
 
     `modules`: names of the modules that are whole in it.
     """
-    objective, classes = settings.train.objective, settings.train.classify.classes
+    key, classes = named_classes(settings)
     heads = [name for name in modules if any(fnmatchcase(f"{name}.", glob) for glob in NAMES)]
-    if objective_of(objective).has_classes and heads and not classes:
+    if objective_of(settings.train.objective).has_classes and heads and not classes:
         expected = f"the names of the classes of {heads[0]} in adapter.path, in their order"
-        fix = "for example train.classify.classes=[bad,good]"
-        yield Problem(key="train.classify.classes", value="", expected=expected, fix=fix)
+        yield Problem(key=key, value="", expected=expected, fix=f"for example {key}=[bad,good]")
 
 
 def trained_heads(settings: Config) -> tuple[str, ...]:
@@ -58,9 +57,20 @@ def trained_heads(settings: Config) -> tuple[str, ...]:
     return NAMES if has_adapter and objective_of(settings.train.objective).has_head else ()
 
 
+def named_classes(settings: Config) -> tuple[str, list[str]]:
+    """The setting that names the objective's classes, and its value."""
+    train = settings.train
+    section = train.classify_tokens if _labels_words(settings) else train.classify
+    return f"train.{section.section}.classes", section.classes
+
+
+def _labels_words(settings: Config) -> bool:
+    return objective_of(settings.train.objective).labels_words
+
+
 def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
-    """Names of the classes of texts: the setting's, those of a classifier, or of the data."""
-    named = settings.train.classify.classes
+    """Names of the classes: the setting's, those of a classifier, or of the data."""
+    own_key, named = named_classes(settings)
     try:
         found = tuple(named) or find_classes(_parts(settings))
     except ConfigError as error:
@@ -70,36 +80,36 @@ def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     known = _known_classes(settings)
     if named:
-        problems += _moved_classes(named, known)
+        problems += _moved_classes(own_key, named, known)
         known = ()
     if known and not {*found} <= {*known}:
         other = ", ".join(sorted({*found} - {*known})[:5])
         expected = f"a model whose classes are those of the data ({other} is none of its classes: "
         expected += f"{', '.join(known[:20])})"
-        fix = "name them in train.classify.classes, or give the model without its head"
+        fix = f"name them in {own_key}, or give the model without its head"
         problems.append(Problem(key="model.hf", expected=expected, fix=fix))
     classes = known or found
     if len({*classes}) < max(2, len(classes)):
-        key, fix = ("train.classify.classes", "name each once") if named else ("data.path", "")
+        key, fix = (own_key, "name each once") if named else ("data.path", "")
         expected = "at least two classes, each with a name of its own"
         problems.append(Problem(key=key, value=", ".join(classes), expected=expected, fix=fix))
         return ()
     return classes
 
 
-def _moved_classes(named: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
+def _moved_classes(key: str, named: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
     """Problem of a class of a model's own head that is named at another place of it."""
     for name, own in zip(named, known, strict=False):
         if name != own and name in known:
             order = ", ".join(known[:20])
             expected = f"the model's own classes in their order, which is {order}"
-            key, fix = "train.classify.classes", "leave it out, or give the model without its head"
+            fix = "leave it out, or give the model without its head"
             yield Problem(key=key, value=", ".join(named), expected=expected, fix=fix)
             return
 
 
 def _parts(settings: Config) -> list[DataPlan]:
-    found = data_plan(settings.data, [])
+    found = data_plan(settings.data, [], classes_of_words=_labels_words(settings))
     return [] if found is None or found.source == "target" else parts_of(found)
 
 
@@ -107,7 +117,8 @@ def _known_classes(settings: Config) -> tuple[str, ...]:
     """The classes of a directory that is a classifier already."""
     config = _config_of(settings)
     names, labels = config.get("architectures"), config.get("id2label")
-    is_one = isinstance(names, list) and any("SequenceClassification" in str(n) for n in names)
+    kind = "TokenClassification" if _labels_words(settings) else "SequenceClassification"
+    is_one = isinstance(names, list) and any(kind in str(name) for name in names)
     if not is_one or not isinstance(labels, dict):
         return ()
     try:

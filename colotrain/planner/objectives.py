@@ -36,16 +36,21 @@ SHORTEST = 3  # tokens of a sample: one between those that begin and end it
 def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
     """The plan of the data section; None without a source of data, or where problems forbid it."""
     objective = objective_of(settings.train.objective)
-    classes = objective.has_classes and not touches(problems, ("data", "train.classify"))
+    if objective.labels_words:
+        problems += _check_words(settings)
+    section = f"train.{settings.train.objective}"
+    classes = objective.has_classes and not touches(problems, ("data", section))
     return data_plan(
         settings.data,
         problems,
         pairs=objective.has_pairs,
+        margins=settings.train.reward.margins if objective is Reward else None,
         rated=objective.has_rated_answers,
         related=_related(settings, problems) if objective.relates_texts else None,
         masked=_masked(settings, problems) if objective.hides_tokens else None,
         tokens=settings.model.tokens,
         classes=classes_of(settings, problems) if classes else (),
+        classes_of_words=objective.labels_words,
         marks_padding=objective.has_head,
     )
 
@@ -62,9 +67,23 @@ def objective_plan(settings: Config, problems: list[Problem]) -> ObjectivePlan |
     if isinstance(section, Reward):
         return RewardPlan(**same_fields(section, Reward), pad_id=padding_id(settings, problems))
     if isinstance(section, Classify):
-        names = () if touches(problems, ("data", "train.classify")) else classes_of(settings, [])
-        return ClassifyPlan(class_names=names, pad_id=padding_id(settings, problems))
+        wrong = touches(problems, ("data", f"train.{section.section}"))
+        return ClassifyPlan(
+            class_names=() if wrong else classes_of(settings, []),
+            pad_id=padding_id(settings, problems),
+            classes_of_words=section.labels_words,
+        )
     return section if isinstance(section, ObjectivePlan) else None
+
+
+def _check_words(settings: Config) -> Iterator[Problem]:
+    """Problem of words for which there is no tokenizer that transformers would have."""
+    tokenizer = settings.data.tokenizer
+    is_wrong = vocabulary.check_tokenizer(tokenizer) is not None
+    if not is_wrong and vocabulary.tokenizer_file(tokenizer) is None:
+        expected = f"the tokenizer of a directory, for train.objective={settings.train.objective}"
+        fix = "name a directory with a tokenizer.json"
+        yield Problem(key="data.tokenizer", value=tokenizer, expected=expected, fix=fix)
 
 
 def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:

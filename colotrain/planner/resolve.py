@@ -497,7 +497,8 @@ def study_loss(
     is looked at when its run begins.
     """
     ours = survey.scores_tokens or (model.hf and not survey.other_task)
-    of_text = data.source != "target" and (ours or data.masked or data.counts_samples)
+    is_known = ours or data.masked or data.counts_samples or data.classes
+    of_text = data.source != "target" and is_known
     num_bytes = sum(p.numel * p.itemsize for p in survey.parameters)
     if (of_text and model.loss is None) or (num_bytes > MOST_STUDIED_BYTES and not ours):
         return LossStudy()

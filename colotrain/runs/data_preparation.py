@@ -53,7 +53,8 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
         console.print(line, style="yellow", soft_wrap=True)
     if packing_of(shards, plan.data) != "stream":
         seq_len = plan.data.seq_len
-        stored = seq_len + bool(plan.data.classes)  # a text's class stands behind its tokens
+        # a text's class stands behind its tokens
+        stored = seq_len + bool(plan.data.classes and not plan.data.classes_of_words)
         num_cut = sum(shard.count_longer("train", stored) for shard in shards)
         if num_cut:
             line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"

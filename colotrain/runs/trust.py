@@ -56,7 +56,15 @@ ALLOWED = {
         f"data.{key}": WORDS
         for key in (
             *("source", "corpus", "format", "seq_len", "loss_on", "packing", "isolate", "on_bad"),
-            *("workers", "num_workers", "shuffle", "validation_fraction", "pairs", "masked"),
+            *(
+                "workers",
+                "num_workers",
+                "shuffle",
+                "validation_fraction",
+                "pairs",
+                "masked",
+                "margins",
+            ),
             *("rated", "related", "images"),
         )
     },
@@ -79,7 +87,10 @@ ALLOWED = {
     },
     "train.stop_early": TEXT,
     "train.classify": TEXT,
+    "train.classify_tokens": TEXT,
     "data.classes": TEXT,
+    "data.classes_of_words": WORDS,
+    "model.objective.classes_of_words": WORDS,
     "model.objective.class_names": TEXT,
     **{
         f"optim.{key}": WORDS

@@ -18,6 +18,8 @@ PADDING_MASK = "padding_mask"
 ROWS_OF = "rows_of_"
 """Beginning of the name of a batch's entry with each sample's number of rows of an entry of
 images, such as `rows_of_pixel_values`: the entry itself is padded."""
+MARGIN = "margin"
+"""Entry of a pair: how much larger the reward of its chosen text is to be."""
 GOOD = "is_good"
 """Entry of a sample that is 1 where its answer is a good one, and else 0."""
 
@@ -68,7 +70,9 @@ class Objective:
     """Whether the model gets a new head (`head`)."""
 
     has_classes: ClassVar[bool] = False
-    """Whether samples are texts with a class each."""
+    """Whether samples are texts with a class each, or words with one each."""
+    labels_words: ClassVar[bool] = False
+    """Whether each word has a class."""
 
     @property
     def head(self) -> Head | None:
@@ -165,6 +169,7 @@ class SimPO(Objective):
 
 
 SEQUENCES = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
+WORDS = "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +183,8 @@ class Reward(Objective):
 
     center_coefficient: float = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps them near 0."""
+    margins: bool = False
+    """Whether each record has a `margin`, by which its chosen text's reward is to be larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +213,14 @@ class Classify(Objective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyTokens(Classify):
+    """Classification of the words of texts, by the first token of each."""
+
+    section = "classify_tokens"
+    labels_words = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyPlan(Objective):
     """The classes that were found, and the token that is not scored."""
 
@@ -213,12 +228,14 @@ class ClassifyPlan(Objective):
     """Name of each class, by its number."""
     pad_id: int
     """Token behind texts; a causal model's logits are those of the last token before it."""
+    classes_of_words: bool = False
+    """Whether each word has a class, instead of the whole text."""
 
     @property
     def head(self) -> Head:
         return Head(
-            task="sequence classification",
-            registry=SEQUENCES,
+            task="token classification" if self.classes_of_words else "sequence classification",
+            registry=WORDS if self.classes_of_words else SEQUENCES,
             size=len(self.class_names),
             pad_id=self.pad_id,
             labels=self.class_names,
@@ -330,6 +347,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "simpo": SimPO,
     "reward": Reward,
     "classify": Classify,
+    "classify_tokens": ClassifyTokens,
 }
 PAIRS = tuple(name for name, objective in OBJECTIVES.items() if objective.has_pairs)
 """The objectives whose samples are preference pairs."""

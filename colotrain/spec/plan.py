@@ -214,7 +214,7 @@ class PartPlan(CommonPart):
 OF_SAMPLES = (
     *("target", "args", "collate"),
     *("seq_len", "pairs", "rated", "related", "masked", "classes", "isolate", "marks_padding"),
-    "images",
+    *("images", "classes_of_words", "margins"),
 )
 """Settings under `data` that samples' shapes depend on."""
 
@@ -232,6 +232,8 @@ class DataPlan(CommonData):
     """Special tokens that are added to the tokenizer."""
     pairs: bool = False
     """Whether each sample is a preference pair: a chosen answer and a rejected one."""
+    margins: bool | None = None
+    """Whether each pair has a margin, a number; None: the objective has none."""
     rated: bool = False
     """Whether each sample is an answer that is good or bad, and another record's answer to its
     prompt."""
@@ -239,6 +241,8 @@ class DataPlan(CommonData):
     """Texts of a sample, of which the model makes vectors; None: other samples."""
     classes: tuple[str, ...] = ()
     """Names of the classes of texts, by their numbers; none: samples have no class."""
+    classes_of_words: bool = False
+    """Whether each word of a text has one of the classes, instead of the text."""
     masked: MaskedPlan | None = None
     """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
     marks_padding: bool = False
@@ -263,7 +267,7 @@ class DataPlan(CommonData):
     @property
     def counts_samples(self) -> bool:
         """Return whether a step counts samples, which are texts by themselves, and no tokens."""
-        return bool(self.rows or self.classes)
+        return bool(self.rows or (self.classes and not self.classes_of_words))
 
     def of_samples(self) -> dict[str, Any]:
         """Return the settings that samples' shapes depend on."""

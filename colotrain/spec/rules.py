@@ -67,7 +67,8 @@ def rules(when: str, allowed: Mapping[str, Any], why: str = "", fix: str = "") -
 
 
 DPO, MASKED, DISTILL = (f"train.objective={name}" for name in ("dpo", "masked", "distill"))
-KTO, EMBED, CLASSIFY = (f"train.objective={name}" for name in ("kto", "embed", "classify"))
+KTO, EMBED = (f"train.objective={name}" for name in ("kto", "embed"))
+CLASSIFY = "train.objective=classify,classify_tokens"
 PAIRS = f"train.objective={','.join(PAIR_OBJECTIVES)}"
 OWN = {"train.loss": None, "train.metrics": None}
 """Functions of the user's, which get a model's outputs as they are."""

@@ -12,7 +12,17 @@ from typing import Any, Literal
 from colotrain.spec.precisions import PrecisionName
 
 DataFormat = Literal[
-    "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "nanogpt", "megatron"
+    "auto",
+    "text",
+    "jsonl",
+    "json",
+    "csv",
+    "conll",
+    "fasttext",
+    "parquet",
+    "arrow",
+    "nanogpt",
+    "megatron",
 ]
 
 

@@ -194,12 +194,13 @@ class Rewards:
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Mean over the pairs of which both answers have a target; 0 where there are none."""
         losses = []
-        for ids, labels, mask in zip(
-            *(batch[name] for name in ("input_ids", "labels", "padding_mask")), strict=True
+        margins = batch["margin"] if self.plan.margins else torch.zeros(len(batch["labels"]))
+        for ids, labels, mask, margin in zip(
+            *(batch[name] for name in ("input_ids", "labels", "padding_mask")), margins, strict=True
         ):
             texts = (text[: int(own.sum())] for text, own in zip(ids, mask, strict=True))
             chosen, rejected = (_logits(model, {"input_ids": t.unsqueeze(0)})[0, 0] for t in texts)
-            loss = -F.logsigmoid(chosen - rejected)
+            loss = (1 + (rejected + margin - chosen).exp()).log()
             loss = loss + self.plan.center_coefficient * (chosen + rejected) ** 2
             losses.append(loss * (labels >= 0).any(1).all())
         count = (batch["labels"] >= 0).any(2).all(1).sum()
@@ -207,17 +208,21 @@ class Rewards:
 
 
 class Classes:
-    """Classification, with each text by itself: nothing is padded."""
+    """Classification of texts or words, with each text by itself: nothing is padded."""
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Mean over the texts."""
-        losses = []
+        """Mean over the texts, or over the tokens with a label; 0 where there are none."""
+        losses, nothing = [], torch.zeros(())
         for ids, mask, label in zip(
             *(batch[name] for name in ("input_ids", "padding_mask", "labels")), strict=True
         ):
             logits = _logits(model, {"input_ids": ids[: int(mask.sum())].unsqueeze(0)})[0]
-            losses.append(logits.logsumexp(0) - logits[label])
-        return torch.stack(losses).mean()
+            nothing = 0.0 * logits.sum()
+            scores = [(logits, label)]
+            if label.ndim:
+                scores = [(s, c) for s, c in zip(logits, label, strict=False) if c >= 0]
+            losses += [score.logsumexp(0) - score[number] for score, number in scores]
+        return torch.stack(losses).mean() if losses else nothing
 
 
 class WithTeacher:

@@ -132,6 +132,10 @@ def test_what_embeddings_exclude_is_said_at_once(colotrain: Colotrain) -> None:
     assert result.code == 2
     assert "train.embed.pooling=auto: expected one of mean, last, cls" in result.err
     write_related(colotrain.cwd / "related.jsonl", 8, negatives=True)
-    result = colotrain("run", *EMBED, "train.embed.pooling=mean")
-    assert result.code == 2
-    assert "negative: it is read with train.embed.negatives=true" in result.err
+    for advice in ("stop", "skip"):  # which would leave every record out
+        words = ("train.embed.pooling=mean", f"data.on_bad={advice}")
+        result = colotrain("run", *EMBED, *words)
+        assert result.code == 2
+        assert "negative: it is read with train.embed.negatives=true" in result.err
+        assert "take the column out" in result.err
+        assert "skip" not in result.err

@@ -182,14 +182,23 @@ REWARD = (
 )
 
 
+def add_margins(pairs: Colotrain) -> str:
+    """Give each pair a margin of its own; the setting that reads them."""
+    path, draw = pairs.cwd / "pairs.jsonl", random.Random(2)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.dumps(record | {"margin": draw.uniform(-1, 2)}) + "\n" for record in records]
+    path.write_text("".join(lines))
+    return "train.reward.margins=true"
+
+
 @pytest.mark.parametrize("plugin", representatives(PLUGINS, kept=["zero3"]))
 def test_verify_scores_the_last_token_of_each_text_by_itself(
     pairs: Colotrain, tmp_path: Path, plugin: str
 ) -> None:
     pytest.importorskip("transformers")
     folder = make_directory("llama", tmp_path / "llama", **OF_BYTES)
-    words = (f"model.hf={folder}", *REWARD, "data.tokenizer=bytes")
-    options = ("--world-sizes", "2", "--plugins", plugin, "--accumulation", "4")
+    words = (f"model.hf={folder}", *REWARD, "data.tokenizer=bytes", add_margins(pairs))
+    options = ("--world-sizes", "1,2", "--plugins", plugin, "--accumulation", "1,4")
     result = pairs("verify", *words, *options, "--json")
     assert result.code == 0, result.out + result.err
     cases = result.json["cases"]
@@ -203,7 +212,8 @@ def test_an_exported_reward_model_is_one_for_transformers(pairs: Colotrain, adap
     folder = make_chat_directory(pairs.cwd / "base")
     words = (f"model.hf={folder}", *REWARD, "train.max_steps=3", "train.eval_every=3", "name=judge")
     lora = ("adapter.name=lora", "adapter.targets=[q_proj]") if adapter else ()
-    found = pairs.run(*words, *lora, "checkpoint.every=1")
+    margins = () if adapter else (add_margins(pairs),)
+    found = pairs.run(*words, *lora, *margins, "checkpoint.every=1")
     assert set(found["metrics"]) >= {"reward_margin", "reward_accuracy"}
     assert losses(pairs.resume("judge", "train.max_steps=4"))[:3] == losses(found)
     alone = ("--adapter",) if adapter else ()

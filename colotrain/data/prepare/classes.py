@@ -1,18 +1,25 @@
-"""The classes of labelled texts: their names, counted in the training files. No torch here."""
+"""The classes of labelled texts and words: their names in the training files. No torch here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from colotrain.data.prepare import corpora, records
 from colotrain.data.prepare.corpora import DataFile
+from colotrain.data.prepare.messages import parsed
+from colotrain.data.prepare.records import BadRecord
 from colotrain.data.prepare.sources import find_sources
 from colotrain.errors import ConfigError, Problem
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
 LABEL = "label"
+WORDS = ("tokens", "words")
+"""Columns with the words of a text, in the order in which they are looked for."""
+LABELS_OF_WORDS = ("labels", "ner_tags", "tags")
+"""Columns with a class for each word, in the order in which they are looked for."""
 MOST_CLASSES = 10_000
 """More are no classes: numbers to predict, or the texts themselves."""
 _counted: dict[str, tuple[str, ...]] = {}
@@ -33,9 +40,39 @@ def class_name(value: Any) -> str | None:
     return (value.strip() or None) if isinstance(value, str) else None
 
 
+def class_number(value: Any, classes: Sequence[str]) -> int | None:
+    """The number of the class that a label names; None: it names none of `classes`.
+
+    Where no class is called by a number, a number is that of a class itself.
+    """
+    name = class_name(value)
+    if name in classes:
+        return classes.index(str(name))
+    is_number = name is not None and re.fullmatch("[0-9]{1,5}", name) is not None
+    if name is None or not is_number or any(map(_is_number, classes)):
+        return None
+    return int(name) if int(name) < len(classes) else None
+
+
+def _is_number(name: str) -> bool:
+    return re.fullmatch(r"-?[0-9]+", name) is not None
+
+
+def labels_of_words(record: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any] | None:
+    """The labels of a record's words; None where it has none. Raises `BadRecord`."""
+    for meaning in LABELS_OF_WORDS:
+        name = columns.get(meaning, meaning)
+        if record.get(name) is not None:
+            found = parsed(name, record[name])
+            if not isinstance(found, list):
+                raise BadRecord(f"{name}: expected a list with a label for each word")
+            return found
+    return None
+
+
 def in_order(names: set[str]) -> tuple[str, ...]:
     """Numbers by their size, names by the alphabet."""
-    if all(re.fullmatch(r"-?[0-9]+", name) for name in names):
+    if all(map(_is_number, names)):
         return tuple(sorted(names, key=lambda name: (int(name), name)))
     return tuple(sorted(names))
 
@@ -43,38 +80,63 @@ def in_order(names: set[str]) -> tuple[str, ...]:
 def find_classes(parts: Sequence[DataPlan]) -> tuple[str, ...]:
     """The classes of the training records of the parts of a plan's data.
 
-    Raises `ConfigError` for files without records, and for more than `MOST_CLASSES`.
+    Where files of the datasets library list names of classes, these are in their order, and else in
+    that of `in_order`. Raises `ConfigError` for files without records, and for more than
+    `MOST_CLASSES`.
     """
     names: set[str] = set()
+    listed: set[tuple[str, ...]] = set()
     for part in parts:
         found = find_sources(part)
         if found.family != "records":
-            raise _wrong(part, f"records with a text and a label, not {found.kinds}")
+            fields = "tokens and labels" if part.classes_of_words else "a text and a label"
+            raise _wrong(part, f"records with {fields}, not {found.kinds}")
         files = [file for file in found.files if file.split != "validation"]
-        key = corpora.fingerprint(files, str(part.columns))
+        key = corpora.fingerprint(files, f"{part.columns}{part.classes_of_words}")
         if key not in _counted:
             _counted[key] = tuple(_names(files, part))
         names.update(_counted[key])
+        listed |= {records.names_of_classes(file, _columns(part)) for file in files}
         if len(names) > MOST_CLASSES:
             raise _wrong(part, f"at most {MOST_CLASSES:,} classes")
-    return in_order(names)
+    own = next(iter(listed)) if len(listed) == 1 else ()
+    return own if names <= {*own} else in_order(names)
+
+
+def _columns(plan: DataPlan) -> tuple[str, ...]:
+    """The columns that may have labels, in the order in which they are looked for."""
+    meanings = LABELS_OF_WORDS if plan.classes_of_words else (LABEL,)
+    return tuple(plan.columns.get(meaning, meaning) for meaning in meanings)
+
+
+def _labels(record: Mapping[str, Any], plan: DataPlan) -> list[Any]:
+    if not plan.classes_of_words:
+        return [record.get(plan.columns.get(LABEL, LABEL))]
+    try:
+        found = labels_of_words(record, plan.columns) or []
+    except BadRecord:  # reported when it is tokenized
+        return []
+    return [label for label in found if label != IGNORE_INDEX]
 
 
 def _names(files: Sequence[DataFile], plan: DataPlan) -> Iterator[str]:
     """Each class once; records without a label are reported when they are tokenized."""
-    column, seen = plan.columns.get(LABEL, LABEL), set[str]()
+    columns, seen = frozenset(_columns(plan)), set[str]()
     for file in files:
-        for block in records.blocks(file, frozenset({column})):
+        for block in records.blocks(file, columns):
             for _, record in records.parse(block):
-                name = class_name(record.get(column)) if isinstance(record, dict) else None
-                if name is not None and name not in seen:
-                    seen.add(name)
-                    yield name
+                labels = [] if isinstance(record, BadRecord) else _labels(record, plan)
+                for name in map(class_name, labels):
+                    if name is not None and name not in seen:
+                        seen.add(name)
+                        yield name
                 if len(seen) > MOST_CLASSES:
                     return
 
 
 def _wrong(part: DataPlan, expected: str) -> ConfigError:
     value = ", ".join(part.paths) or part.corpus
-    fix = "name files of texts with labels in data.path, or set train.objective=null"
+    fix = "name files of records with labels in data.path, or set train.objective=null"
+    if not part.classes_of_words:
+        fix += "; data.format=fasttext reads lines of text that begin with __label__CLASS"
     return ConfigError([Problem(key="data.path", value=value, expected=expected, fix=fix)])

@@ -6,13 +6,21 @@ count in the loss, a text comes with their spans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from colotrain.data.prepare import images
-from colotrain.data.prepare.classes import LABEL, class_name
+from colotrain.data.prepare.classes import (
+    LABEL,
+    LABELS_OF_WORDS,
+    WORDS,
+    class_name,
+    class_number,
+    labels_of_words,
+)
 from colotrain.data.prepare.messages import (
     MARK,
     Conversation,
@@ -25,18 +33,20 @@ from colotrain.data.prepare.messages import (
     texts_in,
     turn,
 )
-from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.records import BadRecord, UnreadColumn
 from colotrain.data.prepare.renderings import render
 from colotrain.data.prepare.templates import CHATML, ChatTemplate
 from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
 from colotrain.errors import ConfigError, Problem
 from colotrain.rundir import read_text
+from colotrain.spec.objectives import IGNORE_INDEX, MARGIN
 from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
 from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label", "images")
-COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
+OF_OBJECTIVES = ("tokens", "labels", "margin")
+COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE, *OF_OBJECTIVES)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
 RELATED_TEXTS = ("query", "positive", "negative")
 """Texts of which a model of embeddings makes vectors."""
@@ -50,6 +60,7 @@ CONTEXTS = ("input", "context")
 ANSWERS = ("output", "answer", "response", "solution", "targets")
 MOST_SHOWN = 20
 """Classes that a message names."""
+MOST_MARGIN = 1e30
 SYSTEMS = ("system", "system_prompt")
 ANCHOR = "anchor"
 """Another name of the column query, as in data of sentence-transformers."""
@@ -68,10 +79,16 @@ class Rendered:
     """Whether a separator token is added at the end; chat templates end their turns themselves."""
     label: int | None = None
     """Number of its class: then it has the tokenizer's own tokens around it, and no separator."""
+    words: tuple[str, ...] = ()
+    """The words of a text whose words have classes; (): another text."""
+    labels: tuple[int, ...] = ()
+    """Number of each word's class; -100: it has none."""
     notes: tuple[str, ...] = ()
     """What a user should know about this record; the same words for all records alike."""
     unread: tuple[str, ...] = ()
     """Names of the record's fields that mean nothing here, such as an id."""
+    margin: float | None = None
+    """The pair's margin, where this is its chosen text and pairs have margins."""
     is_bad: bool = False
     """Whether the record's label says that its answer is a bad one."""
     images: tuple[Any, ...] = ()
@@ -162,12 +179,16 @@ class Renderer:
     """Special tokens such as bos_token, by name, which templates may use."""
     pairs: bool = field(default=False, repr=False)
     """Whether records are preference pairs."""
+    margins: bool | None = field(default=None, repr=False)
+    """Whether each pair has a margin; None: one is of no use."""
     related: tuple[str, ...] = field(default=(), repr=False)
     """Columns with the texts of a sample, each a text by itself; (): other records."""
     rated: bool = field(default=False, repr=False)
     """Whether records are answers with a label, which says whether they are good."""
     classes: tuple[str, ...] = field(default=(), repr=False)
     """Names of the classes of texts; none: records have no class."""
+    classes_of_words: bool = field(default=False, repr=False)
+    """Whether each word has one of the classes, instead of the text."""
     processor: str | None = field(default=None, repr=False)
     """Folder of the processor of the records' images; None: records have no images."""
 
@@ -182,7 +203,8 @@ class Renderer:
         """Names of the columns that are read."""
         own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
         related = (*RELATED_TEXTS, ANCHOR) if self.related else ()
-        meanings = (*COLUMNS, *own, *related)
+        words = (*WORDS, *LABELS_OF_WORDS) if self.classes_of_words else ()
+        meanings = (*COLUMNS, *own, *related, *words)
         meanings = tuple(one for one in meanings if one not in images.COLUMNS)
         meanings += images.COLUMNS if self.processor is not None else ()
         return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
@@ -210,8 +232,30 @@ class Renderer:
         if self.related:
             return self._related(fields)
         if self.classes:
-            return self._labelled(fields)
-        return self._pair(fields) if self.pairs else self._render(fields)
+            return self._tagged(fields) if self.classes_of_words else self._labelled(fields)
+        if not self.pairs:
+            return self._render(fields)
+        margin = self._margin(fields)
+        chosen, *others = self._pair(fields)
+        return [replace(chosen, margin=margin), *others]
+
+    def _margin(self, fields: Fields) -> float | None:
+        name = fields.name(MARGIN)
+        if self.margins is False and fields.find(MARGIN):
+            raise UnreadColumn(
+                f"{name}: margins are read with train.reward.margins=true",
+                "set it, or take the column out of the records",
+            )
+        if not self.margins:
+            return None
+        value = fields.take(MARGIN)
+        try:
+            margin = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            margin = math.nan
+        if not abs(margin) <= MOST_MARGIN:
+            raise BadRecord(f"{name}: expected a number, not {shown(value)}")
+        return margin
 
     def _related(self, fields: Fields) -> list[Rendered]:
         """The texts of a sample, each by itself."""
@@ -227,7 +271,10 @@ class Renderer:
             found.append(Rendered(text=text, answers=None, ends=True))
         if "negative" not in self.related and fields.find("negative"):
             name = fields.name("negative")
-            raise BadRecord(f"{name}: it is read with train.embed.negatives=true")
+            raise UnreadColumn(
+                f"{name}: it is read with train.embed.negatives=true",
+                "set it, or take the column out of the records",
+            )
         return found
 
     def _rated(self, fields: Fields) -> list[Rendered]:
@@ -296,13 +343,38 @@ class Renderer:
         text, name = fields.take_text("text"), fields.name(LABEL)
         if not text:
             raise BadRecord(f"{fields.name('text')}: expected a text, and there is none")
-        label = class_name(fields.take(LABEL))
-        if label not in self.classes:
+        number = self._class_number(fields.take(LABEL), name)
+        return [Rendered(text=text, answers=None, ends=True, label=number)]
+
+    def _class_number(self, value: Any, name: str) -> int:
+        number = class_number(value, self.classes)
+        if number is None:
             known = ", ".join(self.classes[:MOST_SHOWN])
             more = ", …" if len(self.classes) > MOST_SHOWN else ""
-            raise BadRecord(f"{name}: expected one of {known}{more}, not {label or 'nothing'}")
-        number = self.classes.index(label)
-        return [Rendered(text=text, answers=None, ends=True, label=number)]
+            is_other = isinstance(value, list | dict)
+            label = shown(value) if is_other else class_name(value) or "nothing"
+            raise BadRecord(f"{name}: expected one of {known}{more}, not {label}")
+        return number
+
+    def _tagged(self, fields: Fields) -> list[Rendered]:
+        """The words of a text, and the class of each."""
+        found = fields.find(*WORDS) or WORDS[0]
+        name, words = fields.name(found), parsed(fields.name(found), fields.take(found))
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            has = ", ".join(map(str, fields.record)) or "-"
+            raise BadRecord(f"{name}: expected a list of words, as texts; the record has {has}")
+        column = fields.name(fields.find(*LABELS_OF_WORDS) or LABELS_OF_WORDS[0])
+        fields.take(*LABELS_OF_WORDS)
+        labels = labels_of_words(fields.record, self.columns)
+        if labels is None or len(labels) != len(words):
+            has = "none" if labels is None else f"{len(labels)}"
+            raise BadRecord(f"{column}: expected a label for each of {len(words)} words, not {has}")
+        numbers = tuple(
+            IGNORE_INDEX if label == IGNORE_INDEX else self._class_number(label, column)
+            for label in labels
+        )
+        text = " ".join(words)
+        return [Rendered(text=text, answers=None, ends=True, words=tuple(words), labels=numbers)]
 
     def _render(self, fields: Fields) -> list[Rendered]:
         prompt, completion, text = (
@@ -511,9 +583,11 @@ def renderer_of(plan: DataPlan) -> Renderer:
         tool_template=named.get("tool_use"),
         tokens=tokens,
         pairs=plan.pairs,
+        margins=plan.margins,
         rated=plan.rated,
         related=plan.related.columns if plan.related is not None else (),
         classes=plan.classes,
+        classes_of_words=plan.classes_of_words,
         processor=plan.tokenizer if plan.images else None,
     )
 

@@ -120,11 +120,13 @@ def _of_format(
     data_format: str, found: Sequence[DataFile], *, is_folder: bool
 ) -> tuple[list[DataFile], list[DataFile]]:
     """Files of the format that the user says, and the others beside them in a folder."""
-    kinds = {"json": ("json", "object")}.get(data_format, (data_format,))
+    kinds = {"json": ("json", "object"), "fasttext": ("text",)}.get(data_format, (data_format,))
     if data_format == "text":
         chosen = [file for file in found if not (is_folder and file.path.suffix == ".bin")]
     elif is_folder or data_format == "megatron":
         chosen = [file for file in found if file.kind in kinds]
+        if data_format == "fasttext":
+            chosen = [file for file in chosen if not formats.is_about(file.name)]
     else:
         chosen = list(found)
     others = rest_of(found, chosen)

@@ -37,6 +37,12 @@ FORMATS = {
     "json": Format(family="records", endings=(".json",), may_be_packed=True),
     # a table with a header, separated by commas, semicolons or tabs
     "csv": Format(family="records", endings=(".csv", ".tsv"), may_be_packed=True),
+    # a word and its class on each line, an empty line between texts
+    "conll": Format(
+        family="records", endings=(".conll", ".iob", ".iob2", ".bio"), may_be_packed=True
+    ),
+    # `__label__CLASS` and a text on each line; names of files do not tell it
+    "fasttext": Format(family="records", may_be_packed=True),
     "parquet": Format(family="records", endings=(".parquet",)),
     # a folder written by `save_to_disk` of the datasets library, or Arrow files
     "arrow": Format(family="records", endings=(".arrow",)),

@@ -1,6 +1,6 @@
-"""Files whose records have to be found by parsing: JSON documents and tables. No torch here.
+"""Files whose records have to be found by parsing: JSON, tables and CoNLL's lists. No torch here.
 
-Both are read in bounded memory: a few records at a time.
+All are read in bounded memory: a few records at a time.
 """
 
 from __future__ import annotations
@@ -188,6 +188,85 @@ def table_pieces(path: Path) -> Pieces:
         except csv.Error as error:
             raise _no_table(path, number, f"a row that can be read ({error})") from error
         yield numbers, json.dumps([header or [], *rows]).encode(), file.tell()
+
+
+DOCUMENT = "-DOCSTART-"
+"""First field of the lines of CoNLL's files that stand before a document."""
+
+
+def conll_pieces(path: Path) -> Pieces:
+    """The texts of a file in CoNLL's form, each as a line of JSON with `tokens` and `labels`.
+
+    A line has a word first and its class last, separated by tabs or spaces; other fields between
+    them are not read. Empty lines are between texts. A text's number is that of its first line.
+    """
+    texts: list[str] = []
+    numbers: list[int] = []
+    words: list[list[str]] = []
+    size = number = 0
+
+    def finish() -> None:
+        if words:
+            text = {"tokens": [row[0] for row in words], "labels": [row[-1] for row in words]}
+            texts.append(json.dumps(text))
+            numbers.append(number - len(words))
+            words.clear()
+
+    with open_unpacked(path) as file:
+        for number, line in enumerate(_decoded_lines(path, file), 1):
+            fields = _fields(line)
+            if not fields or fields[0] == DOCUMENT:
+                finish()
+            elif len(fields) < 2 or (words and len(fields) != len(words[0])):
+                expected = f"{len(words[0])} fields as above" if words else "a word and its class"
+                raise _no_table(path, number, f"{expected}, not {len(fields)}")
+            else:
+                words.append(fields)
+                size += len(line)
+            if size >= BLOCK_BYTES and not words:
+                yield numbers, "\n".join(texts).encode(), file.tell()
+                texts, numbers, size = [], [], 0
+        number += 1
+        finish()
+        yield numbers, "\n".join(texts).encode(), file.tell()
+
+
+LABEL_MARK = "__label__"
+"""What fastText's lines have before the name of a class."""
+
+
+def labelled_pieces(path: Path) -> Pieces:
+    """The lines of a file in fastText's form, each as a line of JSON with `text` and `label`.
+
+    A line has `__label__CLASS` before its text. One with several classes has the list of them, and
+    one without has no label.
+    """
+    texts: list[str] = []
+    numbers: list[int] = []
+    size = 0
+    with open_unpacked(path) as file:
+        for number, line in enumerate(_decoded_lines(path, file), 1):
+            classes, rest = [], line.strip()
+            while rest.startswith(LABEL_MARK):
+                name, *others = rest.split(maxsplit=1)
+                classes.append(name.removeprefix(LABEL_MARK))
+                rest = others[0] if others else ""
+            if classes or rest:
+                label = classes[0] if len(classes) == 1 else classes or None
+                texts.append(json.dumps({"text": rest, "label": label}))
+                numbers.append(number)
+                size += len(line)
+            if size >= BLOCK_BYTES:
+                yield numbers, "\n".join(texts).encode(), file.tell()
+                texts, numbers, size = [], [], 0
+        yield numbers, "\n".join(texts).encode(), file.tell()
+
+
+def _fields(line: str) -> list[str]:
+    line = line.strip("\r\n")
+    if not line.strip():
+        return []
+    return line.split("\t") if "\t" in line else [field for field in line.split(" ") if field]
 
 
 def _separator(path: Path, header: str) -> str:

@@ -82,7 +82,11 @@ class Prepared:
     has_documents: bool = False
     """Whether there are files with the ends of documents (`document_ends`)."""
     has_targets: bool = False
-    """Whether there are files with a byte per token, 1 if it counts in the loss (`targets`)."""
+    """Whether there are files with a number per token, 1 if it counts in the loss (`targets`)."""
+    has_margins: bool = False
+    """Whether there are files with the margin of each pair of documents (`margins`)."""
+    target_dtype: str = "uint8"
+    """A key of `NUMPY_DTYPES`: uint16 where targets are classes."""
     index: Path | None = None
     """Megatron's `.idx`, with the ends of the token file's documents."""
     num_bad: int = 0
@@ -135,13 +139,20 @@ class Prepared:
             lost += int(np.count_nonzero(targets[cut:end]))
         return empty, lost
 
+    def margins(self, split: Split) -> np.ndarray[Any, Any] | None:
+        """Margin of each pair; None where pairs have none."""
+        if not self.has_margins:
+            return None
+        path = beside(self.train if split == "train" else self.validation, "margins")
+        return _map(path, "<f4", start=0, count=path.stat().st_size // 4)
+
     def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
         """1, or `OF_BAD_ANSWER`, for every token that counts in the loss as a label, else 0; None:
-        all count."""
+        all count. Of tokens with classes, the class's number + 1."""
         if not self.has_targets:
             return None
         path = beside(self.train if split == "train" else self.validation, "targets")
-        return _map(path, "u1", start=0, count=self.count(split))
+        return _map(path, NUMPY_DTYPES[self.target_dtype], start=0, count=self.count(split))
 
 
 def image_documents(found: Prepared, split: Split) -> tuple[Path, np.ndarray[Any, Any]]:
@@ -227,7 +238,10 @@ def _sizes(found: Prepared) -> Iterator[bool]:
     for path, count in ((found.train, found.num_train), (found.validation, found.num_validation)):
         yield count_tokens(path, found.dtype) == count
         if found.has_targets:
-            yield beside(path, "targets").stat().st_size == count
+            yield count_tokens(beside(path, "targets"), found.target_dtype) == count
+        if found.has_margins:
+            size = beside(path, "margins").stat().st_size
+            yield size == beside(path, "ends").stat().st_size // 4  # 8 bytes for each of two texts
         if found.joins is not None:
             ends = _map(beside(path, "image_ends"), "<i8", start=0, count=_num_ends(path))
             yield beside(path, "images").stat().st_size == (int(ends[-1]) if len(ends) else 0)

@@ -15,7 +15,14 @@ from typing import Any
 
 from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.packed_files import import_pyarrow, open_unpacked
-from colotrain.data.prepare.parsed_files import BLOCK_BYTES, Pieces, json_pieces, table_pieces
+from colotrain.data.prepare.parsed_files import (
+    BLOCK_BYTES,
+    Pieces,
+    conll_pieces,
+    json_pieces,
+    labelled_pieces,
+    table_pieces,
+)
 from colotrain.errors import ColotrainError, fix_of
 
 BLOCK_ROWS = 1024
@@ -27,6 +34,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Memo
 """What pyarrow raises of files that it cannot read beside its own exceptions."""
 UNREAD = b"unread"
 """Key of a batch's metadata with the names of columns that are not read: their values are `...`."""
+NAMES = b"names"
+"""Key of a batch's metadata with names of classes, by column, which stand for their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,14 @@ class Block:
 
 class BadRecord(Exception):
     """A record that cannot be used; the message says why."""
+
+
+class UnreadColumn(BadRecord):
+    """A record with a column that a setting alone reads: no record is left out for it."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
 def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
@@ -146,7 +163,7 @@ def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any,
         total, done = max(file.metadata.num_rows, 1), 0
         for batch in file.iter_batches(batch_size=_rows_of_block(columns), columns=wanted):
             done += batch.num_rows
-            yield _with_unread(batch, file.schema_arrow.names), done / total
+            yield _with_unread(batch, file.schema_arrow), done / total
 
 
 def _rows_of_block(columns: frozenset[str]) -> int:
@@ -163,14 +180,62 @@ def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, f
             step = _rows_of_block(columns)
             for at in range(0, batch.num_rows, step):
                 rows = batch.select(wanted).slice(at, step)
-                yield _with_unread(rows, batch.schema.names), share
+                yield _with_unread(rows, batch.schema), share
 
 
-def _with_unread(batch: Any, names: list[str]) -> Any:
+def _with_unread(batch: Any, schema: Any) -> Any:
     """The batch, if it can be copied, which knows the names of the file's other columns."""
     batch.validate()  # its first and last offsets are within the file; `_from_arrow` looks at all
-    others = [name for name in names if name not in batch.schema.names]
-    return batch.replace_schema_metadata({UNREAD: json.dumps(others)})
+    others = [name for name in schema.names if name not in batch.schema.names]
+    names = _names_of_classes(schema)
+    return batch.replace_schema_metadata({UNREAD: json.dumps(others), NAMES: json.dumps(names)})
+
+
+def names_of_classes(file: DataFile, columns: Sequence[str]) -> tuple[str, ...]:
+    """Names of the classes that a file itself lists for the first of `columns` that it has."""
+    if READERS[file.kind][0] != "arrow":
+        return ()
+    with _errors_told(f"{file.path}: cannot be read as {file.kind}"):
+        schema = _schema_of(file)
+        named = _names_of_classes(schema)
+    column = next((name for name in columns if name in schema.names), "")
+    return tuple(named.get(column, ()))
+
+
+def _schema_of(file: DataFile) -> Any:
+    if file.kind == "parquet":
+        import pyarrow.parquet as pq
+
+        return pq.read_schema(file.path)
+    with import_pyarrow().memory_map(str(file.path)) as source:
+        return next(_stored_batches(source)).schema
+
+
+def _names_of_classes(schema: Any) -> dict[str, list[str]]:
+    """Column → names of the classes whose numbers it has, as the datasets library writes them."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        found = {name: _names_in(feature) for name, feature in features.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return {}
+    return {name: names for name, names in found.items() if names}
+
+
+def _names_in(feature: Any) -> list[str]:
+    """The names of a column of classes, or of lists of classes."""
+    if isinstance(feature, list):
+        feature = feature[0] if feature else None
+    if isinstance(feature, dict) and feature.get("_type") != "ClassLabel":
+        feature = feature.get("feature")
+    names = feature.get("names") if isinstance(feature, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _as_names(value: Any, names: list[str]) -> Any:
+    if isinstance(value, list):
+        return [_as_names(one, names) for one in value]
+    is_known = isinstance(value, int) and 0 <= value < len(names)
+    return names[value] if is_known else value
 
 
 def _stored_batches(source: Any) -> Iterator[Any]:
@@ -187,10 +252,12 @@ def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
     pa = import_pyarrow()
     stream = pa.ipc.open_stream(payload)
     unread = dict.fromkeys(json.loads(stream.schema.metadata[UNREAD]), ...)
+    named: dict[str, list[str]] = json.loads(stream.schema.metadata[NAMES])
     for batch in stream:
         batch.validate(full=True)  # offsets may point anywhere, and texts be no UTF-8
         for row in batch.to_pylist():
-            yield {name: _without_nulls(value) for name, value in row.items()} | unread
+            found = {name: _without_nulls(value) for name, value in row.items()}
+            yield found | {n: _as_names(found[n], named[n]) for n in named if n in found} | unread
 
 
 def _without_nulls(value: Any) -> Any:
@@ -204,6 +271,8 @@ READERS: dict[str, tuple[str, Callable[[Path, frozenset[str]], Pieces]]] = {
     "jsonl": ("lines", lambda path, _: _lines(path)),
     "json": ("lines", lambda path, _: json_pieces(path)),
     "csv": ("table", lambda path, _: table_pieces(path)),
+    "conll": ("lines", lambda path, _: conll_pieces(path)),
+    "fasttext": ("lines", lambda path, _: labelled_pieces(path)),
     "parquet": ("arrow", lambda path, names: _rows("parquet", path, _parquet_batches(path, names))),
     "arrow": ("arrow", lambda path, names: _rows("arrow", path, _arrow_batches(path, names))),
 }

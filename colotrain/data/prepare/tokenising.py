@@ -28,12 +28,13 @@ from colotrain.data.prepare.prepared import (
     merge_notes,
     write_metadata,
 )
-from colotrain.data.prepare.records import BadRecord, Block
+from colotrain.data.prepare.records import BadRecord, Block, UnreadColumn
 from colotrain.data.prepare.templates import describe_marks, unknown_marks
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.parent_process import die_with
+from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
@@ -70,6 +71,10 @@ class Encoded:
     """Whether a record says what is an answer, even if everything counts in the loss."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
+    unread: tuple[str, str, str] | None = None
+    """The first record with an `UnreadColumn`: `FILE:LINE`, reason and fix."""
+    margins: dict[str, bytes] = field(default_factory=dict)
+    """Margin of each pair, where pairs have one."""
     notes: list[Note] = field(default_factory=list)
     images: dict[str, list[bytes]] = field(default_factory=dict)
     """Text and images of each document, where records have images."""
@@ -109,6 +114,9 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
         notes: list[Note] = []
         num_bad = 0
         for piece in encoded:
+            if piece.unread:
+                place, why, fix = piece.unread
+                raise ConfigError([Problem(key=place, expected=f"no such column ({why})", fix=fix)])
             if piece.bad and plan.on_bad == "stop":
                 raise _bad_records(piece.bad)
             num_bad += len(piece.bad)
@@ -118,7 +126,17 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
                 writer.add(piece, split)
             report("tokenizing", min(before[piece.file] + piece.done, total), total)
     report("tokenizing", total, total)
-    _finish(work, encoder, writers, num_bad=num_bad, bad=bad, notes=notes, joins=joins)
+    _finish(
+        work,
+        encoder,
+        writers,
+        num_bad=num_bad,
+        bad=bad,
+        notes=notes,
+        joins=joins,
+        labels_words=renderer.classes_of_words,
+        has_margins=bool(renderer.margins),
+    )
 
 
 def _finish(
@@ -130,23 +148,31 @@ def _finish(
     bad: list[str],
     notes: Sequence[Note],
     joins: dict[str, bool] | None,
+    labels_words: bool,
+    has_margins: bool,
 ) -> None:
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
         raise ConfigError([Problem(key="data", expected="records to train on", fix=fix)])
     has_targets = any(writer.has_answers for writer in writers.values())
+    target_dtype = "uint16" if labels_words else "uint8"
     if not has_targets:
         for writer in writers.values():
-            beside(writer.path, "targets").unlink()
+            writer.drop("targets")
+    if not has_margins:
+        for writer in writers.values():
+            writer.drop("margins")
     if joins is None:
         for writer in writers.values():
-            writer.drop_images()
+            writer.drop("images", "image_ends")
     metadata: dict[str, Any] = {
         "dtype": encoder.dtype,
         "vocab_size": encoder.vocab_size,
         "separator": encoder.separator,
         "has_documents": True,
         "has_targets": has_targets,
+        "target_dtype": target_dtype,
+        "has_margins": has_margins,
         "num_bad": num_bad,
         "bad": bad,
         "notes": [asdict(note) for note in notes],
@@ -157,7 +183,7 @@ def _finish(
     write_metadata(work, metadata)
 
 
-ENDINGS = ("ends", "targets", "images", "image_ends")
+ENDINGS = ("ends", "targets", "images", "image_ends", "margins")
 """Files of a split beside its tokens."""
 
 
@@ -178,8 +204,8 @@ class Writer:
         self._num_image_bytes = 0
         return self
 
-    def drop_images(self) -> None:
-        for ending in ENDINGS[2:]:
+    def drop(self, *endings: str) -> None:
+        for ending in endings:
             beside(self.path, ending).unlink()
 
     def __exit__(self, *_: object) -> None:
@@ -187,11 +213,12 @@ class Writer:
             file.close()
 
     def add(self, piece: Encoded, split: str) -> None:
-        tokens, ends, targets, documents, document_ends = self._files
+        tokens, ends, targets, documents, document_ends, margins = self._files
         tokens.write(piece.tokens[split])
         last = self.num_tokens + np.cumsum(piece.lengths[split], dtype=np.int64)
         ends.write(last.astype("<i8").tobytes())
         targets.write(piece.targets[split])
+        margins.write(piece.margins.get(split, b""))
         for document in piece.images.get(split, ()):
             documents.write(document)
             self._num_image_bytes += len(document)
@@ -219,13 +246,16 @@ def begin(task: Task) -> None:
 def encode(block: Block) -> Encoded:
     """Tokenize a block's records."""
     documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
-    bad, notes = [], []
+    bad, notes, left = [], [], None
     for number, record in records.parse(block):
         place = f"{block.file}:{number}"
         try:
             if isinstance(record, BadRecord):
                 raise record
             found = _documents(record, block.file)
+        except UnreadColumn as error:
+            left = left or (place, str(error), error.fix)
+            continue
         except (BadRecord, RecursionError) as error:
             deep = isinstance(error, RecursionError)
             bad.append((place, "nested too deeply" if deep else str(error)))
@@ -253,6 +283,8 @@ def encode(block: Block) -> Encoded:
         num_bytes={split: _num_bytes(found) for split, found in documents.items()},
         has_answers=any(_has_answers(d) for found in documents.values() for _, d in found),
         bad=bad,
+        unread=left,
+        margins={split: _margins(found) for split, found in documents.items()},
         notes=merge_notes(notes),
         images={
             split: [d.images for _, d in found if isinstance(d, TokenRow) and d.images]
@@ -328,6 +360,12 @@ def _with_first_images(
     )
 
 
+def _margins(documents: Sequence[Document]) -> bytes:
+    texts = (found for _, found in documents if isinstance(found, Rendered))
+    found = [text.margin for text in texts if text.margin is not None]
+    return np.asarray(found, "<f4").tobytes()
+
+
 def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:
     yield from document.notes
     if isinstance(document, Rendered) and not document.ends:
@@ -339,7 +377,7 @@ def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:
 def _has_answers(document: Rendered | TokenRow) -> bool:
     if isinstance(document, TokenRow):
         return document.has_answers
-    return document.answers is not None
+    return document.answers is not None or bool(document.words)
 
 
 def _num_bytes(documents: Sequence[Document]) -> int | None:
@@ -403,12 +441,19 @@ Document = tuple[str, Rendered | TokenRow]
 """`FILE:LINE` of a record, and the record."""
 Tokens = np.ndarray[Any, Any]
 Targets = np.ndarray[Any, Any]
-"""1 for every token that counts in the loss, `OF_BAD_ANSWER` in a bad answer, else 0."""
+"""1 for every token that counts in the loss, `OF_BAD_ANSWER` in a bad answer, else 0; of tokens
+with classes, the class's number + 1."""
 SPANS_BEGINNING = (
     "a token spans the beginning of an answer and counts as the answer's: after the prompt alone "
     "the model sees other tokens (let prompts end before a space, not after it)"
 )
 SPANS_END = "a token spans the end of an answer, and is trained on"
+JOINED_WORDS = (
+    "the tokenizer puts no space between words, as with transformers' is_split_into_words=True: "
+    'begin them with a space (" York"), or name a tokenizer.json with add_prefix_space=true in '
+    "data.tokenizer"
+)
+NO_TOKEN = "the tokenizer makes no token of a word: its label is not learned"
 BEGINS_TWICE = (
     "the text begins with the token that the tokenizer puts before every text: it stands there "
     "twice, as in transformers (remove it from the text)"
@@ -429,7 +474,8 @@ def encode_documents(
     document without tokens stays one.
     """
     texts = [found for _, found in documents if isinstance(found, Rendered)]
-    plain = iter(encoder.encode([r.text for r in texts if r.answers is None]))
+    plain = iter(encoder.encode([r.text for r in texts if r.answers is None and not r.words]))
+    words = _words_of(texts, encoder)
     marked = iter(encoder.encode_with_offsets([r.text for r in texts if r.answers is not None]))
     prompts = iter(encoder.encode([p for r in texts if (p := _prompt_of(r)) is not None]))
     dtype = np.dtype(NUMPY_DTYPES[encoder.dtype])
@@ -437,6 +483,11 @@ def encode_documents(
     for place, found in documents:
         if isinstance(found, TokenRow):
             rows.append((found.ids.astype(dtype), found.targets.astype(np.uint8)))
+            continue
+        if found.words:
+            row, wanted, texts_of_notes = _labelled(found, *next(words), encoder)
+            notes += [Note(text=text, count=1, first=place) for text in texts_of_notes]
+            rows.append((row, wanted))
             continue
         ids, offsets = (next(plain), None) if found.answers is None else next(marked)
         row = np.asarray(ids, dtype=dtype)
@@ -462,6 +513,32 @@ def encode_documents(
     if pairs:
         _begin_together_(rows)
     return rows
+
+
+def _words_of(texts: Sequence[Rendered], encoder: Encoder) -> Iterator[tuple[Any, Any]]:
+    split = [text.words for text in texts if text.words]
+    if not split:
+        return iter(())
+    assert encoder.encode_words is not None, "the plan has a tokenizer's file"
+    return iter(encoder.encode_words(split))
+
+
+def _labelled(
+    text: Rendered, ids: Sequence[int], places: Sequence[int], encoder: Encoder
+) -> tuple[Tokens, Targets, list[str]]:
+    """The tokens of words in the tokenizer's frame; each word's first one has its class.
+
+    `places`: the word of each token. The last value has notes about the text.
+    """
+    before, after = encoder.frame.before, encoder.frame.after
+    row = np.asarray([*before, *ids, *after], np.dtype(NUMPY_DTYPES[encoder.dtype]))
+    wanted, seen = np.zeros(len(row), np.uint16), set[int]()
+    for at, word in enumerate(places, len(before)):
+        if word not in seen and text.labels[word] != IGNORE_INDEX:
+            wanted[at] = text.labels[word] + 1
+        seen.add(word)
+    notes = [JOINED_WORDS] if encoder.joins_words else []
+    return row, wanted, notes + ([NO_TOKEN] if len(seen) < len(text.words) else [])
 
 
 def _as_document(

@@ -212,7 +212,9 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
     if family == "records":
         pairs = " pairs" if plan.pairs else " rated" if plan.rated else ""
         pairs += f" {plan.related.columns}" if plan.related is not None else ""
-        pairs += f" classes {plan.classes!r}" if plan.classes else ""
+        pairs += f" margins {plan.margins}" if plan.margins is not None else ""
+        words = " of words" if plan.classes_of_words else ""
+        pairs += f" classes{words} {plan.classes!r}" if plan.classes else ""
         salt += f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
     if family == "records" and plan.images:
         folder = Path(plan.tokenizer)

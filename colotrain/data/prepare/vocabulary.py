@@ -56,6 +56,10 @@ class Encoder:
     """Texts → sequence of tokens for each, without the frame."""
     encode_with_offsets: Callable[[list[str]], list[tuple[Any, Any]]]
     """Texts → tokens without the frame, and each token's first and last character + 1."""
+    encode_words: Callable[[Sequence[Sequence[str]]], list[tuple[Any, Any]]] | None = None
+    """Texts as words → tokens without the frame, and each token's word; None: of bytes."""
+    joins_words: bool = False
+    """Whether the tokens of words say nothing of spaces between them."""
 
     @property
     def dtype(self) -> str:
@@ -192,7 +196,19 @@ def open_encoder(spec: str, file: Path) -> Encoder:
             (encoding.ids, encoding.offsets)
             for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
         ],
+        encode_words=lambda texts: [
+            (encoding.ids, encoding.word_ids)
+            for encoding in tokenizer.encode_batch(
+                texts, is_pretokenized=True, add_special_tokens=False
+            )
+        ],
+        joins_words=_joins_words(tokenizer),
     )
+
+
+def _joins_words(tokenizer: Tokenizer) -> bool:
+    words = tokenizer.encode(["0", "1"], is_pretokenized=True, add_special_tokens=False)
+    return words.ids == tokenizer.encode("01", add_special_tokens=False).ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

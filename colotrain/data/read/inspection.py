@@ -61,7 +61,8 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
     cut_off = [s.count_cut_off("train", plan.seq_len) for s in train if packing != "stream"]
     in_loss = sum(_count_in_loss(shard) for shard in train) - sum(lost for _, lost in cut_off)
     documents = {split: _count_documents(shards, split) for split in SPLITS}
-    if plan.classes:  # one label for each text
+    has_label_behind = bool(plan.classes) and not plan.classes_of_words
+    if has_label_behind:  # one label for each text
         in_loss = documents["train"] or 0
     return {
         **describe_sources(plan),
@@ -83,7 +84,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         },
         "notes": [asdict(note) for note in notes_of(plan, shards)],
         "images": open_images(shards, plan, "train").described() if plan.images else None,
-        "lengths": _histogram(train, plan.seq_len, behind=int(bool(plan.classes))),
+        "lengths": _histogram(train, plan.seq_len, behind=int(has_label_behind)),
     }
 
 
@@ -178,7 +179,13 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
         problem = f"sample {index} has no input_ids and labels to show (it has {names})"
         raise ColotrainError(problem, "name them so in your dataset")
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
-    if plan.classes:
+    if plan.classes_of_words:
+        num = int(sample["padding_mask"].sum())
+        for text, label in zip(token_texts(plan, ids[:num]), labels, strict=False):
+            is_label = label != IGNORE_INDEX
+            name = f"→{plan.classes[label]} " if is_label else ""
+            yield Token(text=f"{text}{name}", in_loss=is_label, document=None)
+    elif plan.classes:
         text = ids[: int(sample["padding_mask"].sum())]
         yield from (Token(text=t, in_loss=False, document=None) for t in token_texts(plan, text))
         yield Token(text=f" → {plan.classes[labels]}", in_loss=True, document=None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import OF_BAD_ANSWER, Prepared, Split
 from colotrain.errors import ConfigError, Problem
-from colotrain.spec.objectives import GOOD, IGNORE_INDEX, PADDING_MASK, RelatedPlan
+from colotrain.spec.objectives import GOOD, IGNORE_INDEX, MARGIN, PADDING_MASK, RelatedPlan
 from colotrain.spec.plan import DataPlan
 
 PAIRING = 44
@@ -142,10 +142,15 @@ class DocumentSamples:
 
 
 class PairSamples:
-    """Preference pairs: the values are [2, seq_len], the chosen document and the rejected one."""
+    """Preference pairs: the values are [2, seq_len], the chosen document and the rejected one.
 
-    def __init__(self, documents: DocumentSamples) -> None:
-        self.documents = documents
+    Where pairs have margins, `margin` is one [].
+    """
+
+    def __init__(
+        self, documents: DocumentSamples, margins: np.ndarray[Any, Any] | None = None
+    ) -> None:
+        self.documents, self._margins = documents, margins
 
     def __len__(self) -> int:
         return len(self.documents) // 2
@@ -154,7 +159,10 @@ class PairSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         chosen, rejected = self.documents[2 * index], self.documents[2 * index + 1]
-        return {name: torch.stack([chosen[name], rejected[name]]) for name in chosen}
+        pair = {name: torch.stack([chosen[name], rejected[name]]) for name in chosen}
+        if self._margins is not None:
+            pair[MARGIN] = torch.tensor(float(self._margins[index]))
+        return pair
 
 
 class Documents:
@@ -260,6 +268,7 @@ class LabelledSamples:
         ends = prepared.document_ends(split)
         assert ends is not None, "records are documents"
         self.seq_len, self._ends, self._tokens = seq_len, ends, prepared.tokens(split)
+        self._targets = prepared.targets(split)
         file = prepared.tokenizer
         self._num_after = len(vocabulary.frame_of(vocabulary.load(file)).after) if file else 0
 
@@ -269,14 +278,41 @@ class LabelledSamples:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        *text, label = self._of(self._tokens, index)
+        return {**self._padded(text), "labels": torch.tensor(label)}
+
+    def _of(self, numbers: np.ndarray[Any, Any], index: int) -> list[int]:
         start = int(self._ends[index - 1]) if index else 0
-        *text, label = self._tokens[start : int(self._ends[index])].astype(np.int64).tolist()
-        if len(text) > self.seq_len:
-            kept = max(0, self.seq_len - self._num_after)
-            text = [*text[:kept], *text[len(text) - self._num_after :]][: self.seq_len]
+        found: list[int] = numbers[start : int(self._ends[index])].astype(np.int64).tolist()
+        return found
+
+    def _cut(self, text: list[int]) -> list[int]:
+        if len(text) <= self.seq_len:
+            return text
+        kept = max(0, self.seq_len - self._num_after)
+        return [*text[:kept], *text[len(text) - self._num_after :]][: self.seq_len]
+
+    def _padded(self, text: list[int]) -> dict[str, Tensor]:
+        text = self._cut(text)
         ids, mask = torch.zeros(2, self.seq_len, dtype=torch.int64)
         ids[: len(text)], mask[: len(text)] = torch.tensor(text), 1
-        return {"input_ids": ids, PADDING_MASK: mask, "labels": torch.tensor(label)}
+        return {"input_ids": ids, PADDING_MASK: mask}
+
+
+class LabelledWords(LabelledSamples):
+    """Words for classification: `input_ids`, `padding_mask` and `labels` [seq_len].
+
+    A word's first token has its class as its label, all others have -100.
+    """
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        assert self._targets is not None, "words have classes"
+        classes = torch.tensor(self._cut(self._of(self._targets, index)))
+        labels = torch.full((self.seq_len,), IGNORE_INDEX)
+        labels[: len(classes)] = torch.where(classes > 0, classes - 1, IGNORE_INDEX)
+        return {**self._padded(self._of(self._tokens, index)), "labels": labels}
 
 
 def _first_target(targets: np.ndarray[Any, Any]) -> int:
@@ -321,7 +357,7 @@ def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
     """Resolve `data.packing=auto`: one document per sample where records have answers."""
     if plan.packing != "auto" or plan.counts_samples:
         return "none" if plan.counts_samples else plan.packing
-    return "none" if any(shard.has_targets for shard in shards) else "stream"
+    return "none" if plan.classes or any(shard.has_targets for shard in shards) else "stream"
 
 
 def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> Any:
@@ -329,13 +365,15 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     if packing == "stream":
         return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate, shift=shift)
     if plan.classes:
-        return LabelledSamples(shard, split, plan.seq_len)
+        kind = LabelledWords if plan.classes_of_words else LabelledSamples
+        return kind(shard, split, plan.seq_len)
     most = 1 if packing == "none" else None
     if plan.rated or plan.related is not None:
         return Documents(shard, split)
     if plan.pairs:
         return PairSamples(
-            DocumentSamples(shard, split, plan.seq_len, most=1, marks_padding=plan.marks_padding)
+            DocumentSamples(shard, split, plan.seq_len, most=1, marks_padding=plan.marks_padding),
+            shard.margins(split),
         )
     return DocumentSamples(
         shard,

@@ -277,9 +277,10 @@ def _refuse_other_classes(run: Run, path: Path, manifest: Manifest) -> None:
     """Raise `UsageError` where the rows of a trained head would stand for other classes."""
     then, now = manifest.plan.get("data", {}).get("classes") or [], run.plan.data.classes
     if then and now and [*then] != [*now]:
+        section = "classify_tokens" if run.plan.data.classes_of_words else "classify"
         raise UsageError(
             f"{path}: its head knows {', '.join(then)}, not {', '.join(now)}",
-            f"set train.classify.classes=[{','.join(then)}], with data of these classes",
+            f"set train.{section}.classes=[{','.join(then)}], with data of these classes",
         )
 
 

@@ -1,4 +1,8 @@
-"""Classification of texts: the cross-entropy of a new head's logits, and its accuracy."""
+"""Classification of texts, or of their words: the cross-entropy of a new head's logits.
+
+Labels are numbers of classes: one for each text, or one for each token, which is -100 behind the
+first token of a word.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,12 @@ from torch import Tensor
 
 from colotrain.models.loss import exact_dtype
 from colotrain.models.objectives.base import Objective
+from colotrain.spec.objectives import IGNORE_INDEX, ClassifyPlan
 
 
-def objective() -> Objective:
-    return Objective("train.objective=classify", loss_of, inputs_of)
+def objective(plan: ClassifyPlan) -> Objective:
+    name = "classify_tokens" if plan.classes_of_words else "classify"
+    return Objective(f"train.objective={name}", loss_of, inputs_of)
 
 
 def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -22,8 +28,11 @@ def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def loss_of(batch: Mapping[str, Tensor], output: Any) -> dict[str, Any]:
-    """Summed loss and number of texts, and the share whose class is the most probable one."""
-    labels, logits = batch["labels"], output.logits
-    loss = F.cross_entropy(logits.to(exact_dtype(logits)), labels, reduction="sum")
+    """Summed loss and number of labels, and the share whose class is the most probable one."""
+    labels, logits = batch["labels"].flatten(), output.logits.flatten(0, -2)
+    loss = F.cross_entropy(
+        logits.to(exact_dtype(logits)), labels, reduction="sum", ignore_index=IGNORE_INDEX
+    )
+    count = (labels != IGNORE_INDEX).sum()
     right = (logits.detach().argmax(-1) == labels).sum().double()
-    return {"loss": (loss, len(labels)), "accuracy": (right, len(labels))}
+    return {"loss": (loss, count), "accuracy": (right, count)}

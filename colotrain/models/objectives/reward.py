@@ -1,6 +1,7 @@
 """Reward models (Bradley and Terry 1952; Ouyang et al. 2022): a number for a whole text.
 
-The loss of a pair is -log σ(r(chosen) - r(rejected)), and the centering coefficient times
+The loss of a pair is -log σ(r(chosen) - r(rejected) - margin), where pairs have margins (Touvron et
+al. 2023), and the centering coefficient times
 (r(chosen) + r(rejected))² (Eisenstein et al. 2024), which holds rewards near 0.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from colotrain.models.objectives.base import Objective
 from colotrain.models.objectives.pairs import has_answers, outcome, preference_losses
-from colotrain.spec.objectives import RewardPlan
+from colotrain.spec.objectives import MARGIN, RewardPlan
 
 
 def objective(plan: RewardPlan) -> Objective:
@@ -30,6 +31,7 @@ def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 def loss_of(batch: Mapping[str, Tensor], output: Any, *, coefficient: float) -> dict[str, Any]:
     """`pairs.outcome` of a classifier with one output."""
     rewards = output.logits.double().view(-1, 2)
-    losses = preference_losses(rewards[:, 0] - rewards[:, 1])
+    gained = rewards[:, 0] - rewards[:, 1]
+    losses = preference_losses(gained - batch[MARGIN] if MARGIN in batch else gained)
     losses = losses + coefficient * rewards.sum(1).square()
     return outcome(has_answers(batch["labels"]), losses, rewards)

@@ -53,7 +53,7 @@ from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
-from colotrain.spec.objectives import GOOD, PADDING_MASK
+from colotrain.spec.objectives import GOOD, MARGIN, PADDING_MASK
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
@@ -369,7 +369,9 @@ def one_sample(data: DataPlan, model: ModelPlan) -> dict[str, Tensor]:
         return {"input_ids": tokens, "attention_mask": tokens.clone()}
     if data.rated:
         sample[GOOD] = tokens.new_empty(())
-    if data.classes:
+    if data.margins:
+        sample[MARGIN] = torch.empty((), device="meta")
+    if data.classes and not data.classes_of_words:
         sample["labels"] = tokens.new_empty(())
     if data.isolate:
         sample[DOCUMENT_IDS] = tokens.clone()

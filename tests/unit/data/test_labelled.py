@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -109,3 +110,32 @@ def test_the_inspection_shows_a_text_and_its_class(tmp_path: Path) -> None:
     assert (part["in_loss"], part["lengths"]["max"], part["texts"]["ends"]) == (2, 13, ())
     _, tokens = sample_tokens(plan, 0, seed=0)
     assert "".join(token.text for token in tokens) == "abc → good"
+
+
+def test_lines_of_fasttext_have_their_class_before_the_text(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    train = tmp_path / "texts" / "train.txt"
+    train.write_text("__label__good abc\n\n__label__bad\tx  y \n", newline="")
+    (tmp_path / "texts" / "validation.txt").write_text("__label__bad z")
+    (tmp_path / "texts" / "README.md").write_text("what it is")
+    plan = plan_of(tmp_path / "texts", format="fasttext")
+    assert find_classes([plan]) == CLASSES
+    plan = plan_of(tmp_path / "texts", format="fasttext", classes=CLASSES)
+    samples = open_samples(plan, "train", cache=tmp_path / "cache")
+    found = [
+        bytes(row["input_ids"][row["padding_mask"] > 0].tolist()) for row in samples_of(samples)
+    ]
+    assert found == [b"abc", b"x  y"]
+    assert [row["labels"].item() for row in samples_of(samples)] == [1, 0]
+    for line, why in (
+        ("__label__good __label__bad both", "label: expected one of bad, good, not "),
+        ("neither", "label: expected one of bad, good, not nothing"),
+        ("__label__good", "text: expected a text, and there is none"),
+    ):
+        train.write_text(f"__label__good a\n{line}\n")
+        with pytest.raises(ConfigError, match=rf"train\.txt:2: .*{why}"):
+            open_samples(plan, "train", cache=tmp_path / "cache")
+
+
+def samples_of(samples: Any) -> list[dict[str, Any]]:
+    return [samples[number] for number in range(len(samples))]

@@ -103,6 +103,48 @@ TUNE = {"model": {"_component_": "torchtune.models.qwen2.lora_qwen2_0_5b", "lora
 ALL_LAYERS = ["all-linear"]
 
 
+def of(objective: str, **settings: Any) -> dict[str, Any]:
+    more = {f"train.{objective}.{key}": value for key, value in settings.items()}
+    return {"train.objective": objective, **more}
+
+
+WEIGHTS = {"kto_desirable_weight": 0, "kto_undesirable_weight": 2}
+AXOLOTLS: tuple[tuple[Config, Config], ...] = (
+    ({"rl": "dpo"}, of("dpo", beta=0.1)),
+    ({"rl": "kto"}, of("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)),
+    ({"rl": "kto", "rl_beta": 0.2, **WEIGHTS}, of("kto", beta=0.2, undesirable_weight=2.0)),
+    ({"rl": "kto", **WEIGHTS}, of("kto", desirable_weight=1.0)),
+    ({"rl": "orpo"}, of("orpo", beta=0.1)),
+    ({"rl": "orpo", "orpo_alpha": 0.3}, of("orpo", beta=0.3)),
+    ({"rl": "orpo", "orpo_alpha": 0.3, "rl_beta": 0.4}, of("orpo", beta=0.4)),
+    ({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0}, of("simpo", beta=0.1, gamma=0.7)),
+    ({"reward_model": True, "num_labels": 1}, of("reward", center_coefficient=0.0)),
+    (
+        {"reward_model": True, "center_rewards_coefficient": 0.01},
+        of("reward", center_coefficient=0.01),
+    ),
+    ({"center_rewards_coefficient": 0.01}, {"train.objective": None}),
+)
+"""Keys of Axolotl 0.19 with TRL's trainers; simpo_gamma has no default there."""
+FACTORYS: tuple[tuple[Config, Config], ...] = (
+    ({"stage": "dpo", "pref_beta": 0.3}, of("dpo", beta=0.3)),
+    ({"stage": "kto"}, of("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)),
+    (
+        {"stage": "kto", "pref_beta": 0.3, "kto_chosen_weight": 2, "kto_rejected_weight": 3},
+        of("kto", beta=0.3, desirable_weight=2.0, undesirable_weight=3.0),
+    ),
+    ({"stage": "dpo", "pref_loss": "orpo"}, of("orpo", beta=0.1, nll_of_prompts=False)),
+    ({"stage": "dpo", "pref_loss": "simpo"}, of("simpo", beta=0.1, gamma=0.5)),
+    (
+        {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2, "simpo_gamma": 1},
+        of("simpo", beta=2.0, gamma=1.0),
+    ),
+    ({"stage": "rm", "pref_beta": 2}, of("reward", center_coefficient=0.0)),
+    ({"stage": "rm"}, {"optim.lr": 5e-5, "optim.schedule.name": "linear"}),
+)
+"""Keys of LLaMA-Factory 0.9.5, whose ORPO has the loss of answers alone."""
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "expected"),
     [
@@ -399,6 +441,8 @@ ALL_LAYERS = ["all-linear"]
                 "train.distill.alpha": 0.4,
             },
         ),
+        *(("axolotl", more, wanted) for more, wanted in AXOLOTLS),
+        *(("llamafactory", more, wanted) for more, wanted in FACTORYS),
         (
             "torchtune",
             {"metric_logger": {"_component_": "torchtune.training.metric_logging.WandBLogger"}},
@@ -420,8 +464,9 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "load_in_8bit": True,
                 "gptq": True,
                 "bnb_config_kwargs.bnb_4bit_quant_type": "fp4",
-                "rl": "kto",
-                "reward_model": True,
+                "rl": "grpo",
+                "process_reward_model": True,
+                "num_labels": 2,
                 "processor_type": "AutoProcessor",
                 "relora": True,
                 "lisa_n_layers": 4,
@@ -441,12 +486,11 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
             for key, value in {
                 "quantization_bit": 3,
                 "quantization_type": "fp4",
-                "stage": "kto",
+                "stage": "ppo",
                 "finetuning_type": "freeze",
                 "use_galore": True,
                 "neftune_noise_alpha": 5,
                 "label_smoothing_factor": 0.1,
-                "pref_loss": "simpo",
                 "pref_ftx": 0.1,
                 "freeze_vision_tower": True,
                 "expert_model_parallel_size": 2,
@@ -457,6 +501,10 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "train_dataset": "data/v1.yaml",
             }.items()
         ),
+        ("axolotl", {"rl": "simpo", "simpo_gamma": 0.5}, "rl"),
+        ("axolotl", {"rl": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.1}, "cpo_alpha"),
+        ("llamafactory", {"stage": "dpo", "pref_loss": "ipo"}, "pref_loss"),
+        ("llamafactory", {"stage": "kto", "pref_ftx": 0.1}, "pref_ftx"),
         (
             "torchtune",
             {"model": {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b"}},
