@@ -59,9 +59,10 @@ class ShardOptimizer:
         max_steps: int,
         tiers: Tiers | None = None,
         undecayed: Set[str] = frozenset(),
+        seed: int = 0,
     ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
-        self.kind = optimizer_of(plan.name)
+        self.seed, self.kind = seed, optimizer_of(plan.name)
         self.of_shards = plan.name in OPTIMIZERS
         """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
@@ -126,6 +127,17 @@ class ShardOptimizer:
         group = parameter.device_mesh.get_group(DP_SHARD)
         start, rows = rows_of(parameter.shape[0], group.rank(), group.size())
         return whole[start : start + rows]
+
+    def name(self, shard: nn.Parameter) -> str:
+        return self._names[shard]
+
+    def first_row(self, shard: nn.Parameter) -> int:
+        """Return the index in the whole parameter of this rank's first row."""
+        parameter = self.parameters[self._names[shard]]
+        if not isinstance(parameter, DTensor):
+            return 0
+        group = parameter.device_mesh.get_group(DP_SHARD)
+        return rows_of(parameter.shape[0], group.rank(), group.size())[0]
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         """Return the rows of the whole parameter; None where this rank has all of it."""
