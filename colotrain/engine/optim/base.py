@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
@@ -24,11 +25,9 @@ class Layout(Protocol):
         """Return the index in the whole parameter of this rank's first row."""
         ...
 
-    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        """Concatenate `value` of every rank (collective)."""
+    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+        """Return the ranks that divide the parameter's rows; None where this rank has all."""
         ...
-
-    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor: ...
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         """Return the rows of the whole parameter; None where this rank has all of it."""
@@ -56,11 +55,8 @@ class Unsharded:
     def first_row(self, shard: nn.Parameter) -> int:
         return 0
 
-    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        return value
-
-    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
-        return whole
+    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+        return None
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         return None
