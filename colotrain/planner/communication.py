@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from colotrain.planner.groups import Group, fetched_ahead, find, reached_by_backward
 from colotrain.planner.layout import Layout
+from colotrain.spec.optimizers import (
+    is_in_a_layer,
+    newton_schulz_flops,
+    optimizer_of,
+    rounds_of,
+)
 from colotrain.spec.survey import Survey, Trace
+
+HALF_BYTES = 2
+"""Bytes of a number in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +44,18 @@ class Traffic:
     """Bytes sent inside layers, between ranks that divide samples or matrices."""
     inner_whole: float = 0.0
     """The same with the rank's own."""
+    owned_calls: int = 0
+    """Exchanges of matrices with the ranks that compute on them, in an update."""
+    owned_bytes: float = 0.0
+    """Bytes sent in them: rows of matrices, and of results."""
     passed_bytes: int = 0
     """Bytes of activations and their gradients sent to neighbouring pipeline stages."""
 
     @property
     def bytes_per_step(self) -> int:
         reduced = self.reduced_bytes + self.replicated_bytes
-        return round(self.gathered_bytes + reduced + self.inner_bytes) + self.passed_bytes
+        inside = self.inner_bytes + self.owned_bytes
+        return round(self.gathered_bytes + reduced + inside) + self.passed_bytes
 
 
 def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traffic:
@@ -60,6 +75,7 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
     reduced = reductions * sum(g.trained_pieces for g in groups.values() if g.reduced_bytes)
     replicas, exchanges = layout.replicas, trace.exchanges if trace else ()
     whole = sum(g.reduced_bytes for g in groups.values())
+    updates = owned_matrices(layout, survey)
     gathered = sum(uses[name] * group.gathered_bytes for name, group in groups.items())
     return Traffic(
         gathers=calls if layout.shard > 1 else 0,
@@ -74,7 +90,41 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
         inner_calls=steps * sum(exchange.calls for exchange in exchanges),
         inner_bytes=steps * sum(exchange.sent_bytes for exchange in exchanges),
         inner_whole=float(steps * sum(e.whole_bytes for e in exchanges)),
+        owned_calls=updates.calls,
+        owned_bytes=updates.sent_bytes,
         passed_bytes=sum(layout.passed_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedMatrices:
+    """An update in which one rank computes on each whole matrix, in bfloat16; zeros without one."""
+
+    calls: int = 0
+    sent_bytes: float = 0.0
+    """Bytes that one rank sends, in the mean of all ranks."""
+    flops: int = 0
+    """Floating-point operations of the costliest rank of each round."""
+    needed_bytes: int = 0
+    """Bytes of the largest matrix: rows that came, two iterates, and two products of its own."""
+
+
+def owned_matrices(layout: Layout, survey: Survey) -> OwnedMatrices:
+    if not optimizer_of(layout.optim.name).tells_hidden:
+        return OwnedMatrices()
+    trained = [p for p in survey.parameters if p.frozen_by is None]
+    shapes = [p.shape for p in trained if is_in_a_layer(p.name, p.shape)]
+    if not shapes:
+        return OwnedMatrices()
+    rounds, ranks = rounds_of(shapes, layout.shard), layout.shard
+    numel = sum(math.prod(shape) for shape in shapes)
+    costs = [max(newton_schulz_flops(shapes[i]) for i, _ in pairs) for pairs in rounds]
+    needed = [3 * math.prod(shape) + 2 * min(shape) ** 2 for shape in shapes]
+    return OwnedMatrices(
+        calls=2 * len(rounds) if ranks > 1 else 0,
+        sent_bytes=2 * HALF_BYTES * numel * (ranks - 1) / ranks**2,
+        flops=sum(costs),
+        needed_bytes=HALF_BYTES * max(needed),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from colotrain.planner.allocations import RANGE, AllocationCounter
+from colotrain.planner.communication import owned_matrices
 from colotrain.planner.gpu_margin import gpu_margin_bytes, workspace_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout
@@ -192,6 +193,9 @@ class _StepSimulation:
             self.micro_batch(last=index == num - 1)
         if self.layout.records_gradients:
             self._record()
+        if needed := owned_matrices(self.layout, self.survey).needed_bytes:
+            self.allocations.begin("update", "buffers", needed)
+            self.allocations.end("update")
 
     def _record(self) -> None:
         """Gradient statistics: copies of the shards, and the difference of one at a time."""

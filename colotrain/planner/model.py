@@ -44,6 +44,7 @@ def survey_model(
     if not touches(problems, ("freeze",)):
         problems += _check_freeze(settings.freeze, found)
     problems += _check_optimizer_rules(settings.optim, found)
+    problems += _check_rounding(settings.optim, freeze, found)
     if not touches(problems, ("data",)):
         problems += check_objective(settings, model, found, surveys)
         problems += _check_text_samples(settings, model, found)
@@ -98,6 +99,26 @@ def _check_optimizer_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
             yield Problem(
                 key=key, value=rule.match, expected=expected, fix=_nearest(rule.match, names)
             )
+
+
+def _check_rounding(optim: Optim, freeze: FreezePlan, survey: Survey) -> Iterator[Problem]:
+    if optim.rounding == "nearest":
+        return
+    trained = [
+        p
+        for p in survey.parameters
+        if p.frozen_by is None or freeze.unfreezes((p.name, *p.aliases))
+    ]
+    others = [p for p in trained if p.dtype not in ("bfloat16", "float32", "float64")]
+    if others:
+        expected = f"nearest ({others[0].name} is {others[0].dtype})"
+        fix = "train parameters in bfloat16, or remove it"
+    elif any(p.dtype == "bfloat16" for p in trained):
+        return
+    else:
+        expected = "nearest (no parameter that trains is in bfloat16)"
+        fix = "remove it, or give the model its parameters in bfloat16 (model.args.dtype)"
+    yield Problem(key="optim.rounding", value=optim.rounding, expected=expected, fix=fix)
 
 
 def _nearest(glob: str, names: list[str]) -> str:

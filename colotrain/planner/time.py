@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from colotrain.planner.communication import Traffic, traffic
+from colotrain.planner.communication import Traffic, owned_matrices, traffic
 from colotrain.planner.groups import Group, find
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
@@ -104,19 +104,23 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
     groups = find(survey, trace, layout).values()
     moved = num * sum(work.moved_bytes for work in works)
     return {
-        "flop_s": num * sum(work.matmul_flops for work in works),
+        "flop_s": num * sum(work.matmul_flops for work in works)
+        + owned_matrices(layout, survey).flops,
         "attention_flop_s": num * sum(work.attention_flops for work in works),
         "byte_s": moved + (0 if is_cpu else _cast_bytes(layout, list(groups), sent)),
         "op_s": num * sum(work.num_ops for work in works),
         "repeated_op_s": num * sum(work.num_repeated for work in works),
-        "gathered_byte_s": sent.gathered_bytes + (0 if is_cpu else sent.passed_bytes),
+        "gathered_byte_s": sent.gathered_bytes
+        + sent.owned_bytes
+        + (0 if is_cpu else sent.passed_bytes),
         "reduced_byte_s": sent.reduced_bytes,
         "replicated_byte_s": sent.replicated_bytes,
         "gathered_whole_s": sent.gathered_whole
         + (sent.inner_whole + sent.passed_bytes if is_cpu else 0.0),
         "reduced_whole_s": sent.reduced_whole,
         "collective_s": (sent.calls if is_cpu else sent.gathers + sent.reductions)
-        + sent.inner_calls,
+        + sent.inner_calls
+        + sent.owned_calls,
         "attention_byte_s": sent.inner_bytes,
         "element_s": sum(group.trained_shard_numel for group in groups),
         "step_s": 1.0,

@@ -95,7 +95,7 @@ ALLOWED = {
     **{
         f"optim.{key}": WORDS
         for key in (
-            *("name", "lr", "betas", "momentum", "eps", "weight_decay", "schedule"),
+            *("name", "lr", "betas", "momentum", "eps", "weight_decay", "schedule", "rounding"),
             *("warmup_steps", "final_ratio", "decay_steps"),
         )
     },

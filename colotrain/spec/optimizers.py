@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,6 +127,39 @@ OPTIMIZERS = {
 ELEMENTWISE = tuple(name for name, known in OPTIMIZERS.items() if known.is_elementwise)
 CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)
 """Properties assumed of a user's optimizer, `package.module:Class`; its state may be smaller."""
+
+
+_IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
+NEWTON_SCHULZ_STEPS = 5
+
+
+def is_in_a_layer(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix of a numbered layer, apart from norms and biases."""
+    return len(shape) == 2 and bool(_IN_A_LAYER.search(name))
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> int:
+    """Floating-point operations that make a matrix orthogonal (Jordan et al. 2024)."""
+    short, long = min(shape), max(shape)
+    return NEWTON_SCHULZ_STEPS * (4 * short * short * long + 2 * short**3)
+
+
+def rounds_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[tuple[int, int]]]:
+    """Divide matrices over ranks: rounds of (index of the matrix, rank that computes on it).
+
+    A rank has one matrix a round at most. Matrices of a round cost nearly the same, as the costly
+    ones come first, and the costliest of a round goes to the rank with the least work so far.
+    """
+    costs = [newton_schulz_flops(shape) for shape in shapes]
+    order = sorted(range(len(shapes)), key=lambda index: (-costs[index], index))
+    work, rounds = [0] * ranks, []
+    for start in range(0, len(order), ranks):
+        idlest = sorted(range(ranks), key=lambda rank: (work[rank], rank))
+        pairs = list(zip(order[start : start + ranks], idlest, strict=False))
+        for index, rank in pairs:
+            work[rank] += costs[index]
+        rounds.append(pairs)
+    return rounds
 
 
 def optimizer_of(name: str) -> Optimizer:

@@ -349,7 +349,12 @@ class OptimPlan(CommonOptim):
         known = optimizer_of(self.name)
         if known.momentum_is_optional and not (self.betas and self.betas[0]):
             return 0
-        return known.bytes_per_row(shape, itemsize)
+        kept = math.prod(shape[1:]) * itemsize if self.compensates(itemsize) else 0
+        return known.bytes_per_row(shape, itemsize) + kept
+
+    def compensates(self, itemsize: int) -> bool:
+        """Whether what rounding takes off a parameter of so many bytes per element is state."""
+        return self.rounding == "kahan" and itemsize == 2
 
 
 def matches(names: Iterable[str], globs: Iterable[str]) -> bool:

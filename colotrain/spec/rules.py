@@ -200,6 +200,13 @@ RULES: tuple[Rule, ...] = (
         "the mean over all steps does what a falling rate does (a warm-up is of use)",
     ),
     Rule("mesh.tp>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_MATRICES),
+    Rule(
+        "optim.rounding=stochastic,kahan",
+        "optim.name",
+        ("adamw",),
+        "the others round to the nearest number",
+    ),
+    Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
     Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),

@@ -196,6 +196,10 @@ class CommonOptim:
     """The two decay rates of AdamW, in 8 bits too, and of Lion."""
     eps: float = 1e-8
     """AdamW's epsilon."""
+    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"
+    """How updates of parameters in bfloat16 are rounded: nearest (what is below half of the last
+    place is lost), stochastic (right in the mean), or kahan (what rounding takes off is kept beside
+    the parameter, as state of its size). The latter two are for adamw."""
     weight_decay: float = 0.1
     """Weight decay of matrices, decoupled but for sgd, which adds it to the gradient as torch does;
     norms and biases of any shape, vectors and scalars have none."""

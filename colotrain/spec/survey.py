@@ -28,6 +28,7 @@ class ParameterInfo:
     aliases: tuple[str, ...] = ()
     group: str = ""
     """Name of the block it is gathered with; empty for the root group."""
+    dtype: str = "float32"
     is_cast: bool = True
     """Whether it is gathered in the compute dtype; whole numbers, as of packed blocks, are not."""
     num_weights: int | None = None

@@ -17,6 +17,7 @@ from colotrain.verify.compare import Tolerance
 from colotrain.verify.runner import verify
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_difficult_models import plan_of
+from tests.dist.test_rounding import CASES, assert_equal, options, state_of
 from tests.dist.test_run import losses
 from tests.representatives import representatives
 
@@ -68,6 +69,24 @@ def test_an_own_optimizer_that_gives_parameters_other_memory_is_refused(tmp_path
     own = ("optim.name=tests.dist.own_optimizers:Rebinding", "optim.lr=0.01")
     with pytest.raises(ColotrainError, match="its first step changed no parameter"):
         list(verify([plan_of("Stack", "zero3", *own)], tmp_path))
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_muon_has_the_same_bits_whichever_rank_computes_on_a_matrix(
+    colotrain: Colotrain, cases: list[tuple[str, int, int]]
+) -> None:
+    base = (*options("nearest"), "model.args.halves=false", "optim.name=muon", "optim.lr=0.02")
+    alone = ("cluster.procs_per_node=1", "train.micro_batch=8", "plugin=zero2", "name=alone")
+    colotrain.run(*base, *alone, "train.max_steps=4")
+    wanted = state_of(colotrain, "alone")
+    assert sum(key.endswith(".momentum_buffer") for key in wanted) == 4
+    for plugin, ranks, micro in cases:
+        name = f"{plugin}-{ranks}"
+        more = (f"plugin={plugin}", f"cluster.procs_per_node={ranks}", f"train.micro_batch={micro}")
+        colotrain.run(*base, *more, f"name={name}", "train.max_steps=2")
+        other = ("plugin=zero1", f"cluster.procs_per_node={6 - ranks}", "train.micro_batch=1")
+        colotrain.resume(name, *other, "train.max_steps=4")
+        assert_equal(state_of(colotrain, name), wanted)
 
 
 @pytest.mark.slow

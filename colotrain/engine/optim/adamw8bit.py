@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.engine.optim.base import Layout, with_gradients
+from colotrain.engine.optim.base import Layout, adamw_, with_gradients
 from colotrain.spec.optimizers import BLOCKS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -179,7 +179,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     _update_pieces(parameter, grad, state, group)
                 else:
                     mean, square = state["exp_avg"], state["exp_avg_sq"]
-                    _update(parameter, grad, mean, square, state["step"].item(), group)
+                    adamw_(parameter, grad, mean, square, state["step"].item(), group)
 
     def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -213,27 +213,6 @@ def _update_pieces(
     )
     for piece in pieces(*matrix.shape):
         mean, square = first.load(piece), second.load(piece)
-        _update(matrix[piece], gradients[piece], mean, square, step, group)
+        adamw_(matrix[piece], gradients[piece], mean, square, step, group)
         first.store(piece, mean)
         second.store(piece, square)
-
-
-def _update(
-    parameter: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: float,
-    group: dict[str, Any],
-) -> None:
-    """torch.optim.AdamW's update, computed in the dtype of the moments."""
-    beta1, beta2 = group["betas"]
-    grad = grad.to(mean.dtype)
-    mean.lerp_(grad, 1 - beta1)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    wide = parameter.to(torch.promote_types(parameter.dtype, mean.dtype))
-    wide.mul_(1 - group["lr"] * group["weight_decay"])
-    root = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-    wide.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
-    if wide is not parameter:
-        parameter.copy_(wide)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
@@ -15,11 +16,18 @@ Groups = list[dict[str, Any]]
 class Layout(Protocol):
     """Relation between this rank's part of a parameter and the whole parameter."""
 
-    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        """Concatenate `value` of every rank (collective)."""
+    seed: int
+    """The run's seed, of which random numbers in an update are a function."""
+
+    def name(self, shard: nn.Parameter) -> str: ...
+
+    def first_row(self, shard: nn.Parameter) -> int:
+        """Return the index in the whole parameter of this rank's first row."""
         ...
 
-    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor: ...
+    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+        """Return the ranks that divide the parameter's rows; None where this rank has all."""
+        ...
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         """Return the rows of the whole parameter; None where this rank has all of it."""
@@ -35,15 +43,20 @@ class Layout(Protocol):
 class Unsharded:
     """The layout of a parameter that is whole on this rank, or stands for a part of one."""
 
+    seed = 0
+
     def __init__(self, shape: torch.Size | None = None) -> None:
         self.shape = shape
         """Shape of the whole parameter that it stands for a part of."""
 
-    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        return value
+    def name(self, shard: nn.Parameter) -> str:
+        return ""
 
-    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
-        return whole
+    def first_row(self, shard: nn.Parameter) -> int:
+        return 0
+
+    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+        return None
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         return None
@@ -89,3 +102,24 @@ def _columns(
 ) -> tuple[list[nn.Parameter], list[Tensor], list[dict[str, Any]]]:
     parameters, grads, states = zip(*rows, strict=True)
     return list(parameters), list(grads), list(states)
+
+
+def adamw_(
+    parameter: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: float,
+    group: dict[str, Any],
+) -> None:
+    """torch.optim.AdamW's update, computed in the dtype of the moments."""
+    beta1, beta2 = group["betas"]
+    grad = grad.to(mean.dtype)
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    wide = parameter.to(torch.promote_types(parameter.dtype, mean.dtype))
+    wide.mul_(1 - group["lr"] * group["weight_decay"])
+    root = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    wide.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
+    if wide is not parameter:
+        parameter.copy_(wide)

@@ -1,4 +1,4 @@
-"""Muon: matrices of layers get an orthogonal update, for which each is put together."""
+"""Muon: matrices of layers get an orthogonal update, for which each is put together on one rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from colotrain.engine.optim.base import Layout, batches, with_gradients
-from colotrain.torch_internals import interpolate, interpolate_, multiply_
+from colotrain.engine.optim.matrix_owners import Exchange
+from colotrain.spec.optimizers import NEWTON_SCHULZ_STEPS, rounds_of
+from colotrain.torch_internals import interpolate_
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Jordan et al. 2024), as in torch's Muon."""
-NEWTON_SCHULZ_STEPS = 5
 MUON_EPS = 1e-7
+Hidden = tuple[nn.Parameter, Tensor, dict[str, Any]]
+"""A matrix of a layer, its gradient and its parameter group."""
 
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum (Jordan et al. 2024) for hidden matrices, AdamW for the others.
 
-    Momentum is sharded like the parameter. Every rank gathers each matrix for the iteration and
-    keeps its own rows of the result. Steps are scaled to AdamW's size (0.2 √ of the larger side;
-    Liu et al. 2025), so that one learning rate serves both. All ranks must step alike.
+    Momentum is sharded like the parameter. Each matrix is put together on one rank, which iterates
+    and sends every rank its rows of the result, both in bfloat16. Steps are scaled to AdamW's size
+    (0.2 √ of the larger side; Liu et al. 2025), so that one learning rate serves both. All ranks
+    must step alike.
     """
 
     def __init__(
@@ -44,33 +48,45 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients are there already"
+        hidden: list[Hidden] = []
         for group in self.param_groups:
             if group["is_hidden"]:
-                for batch in batches(self, group):
-                    self._orthogonal(*batch, group)
+                self._average(group)
+                hidden += [(p, grad, group) for p, grad, _ in with_gradients(self, group)]
             else:
                 self._adamw(group)
+        self._update_hidden(hidden)
 
-    def _orthogonal(
-        self,
-        parameters: list[nn.Parameter],
-        grads: list[Tensor],
-        states: list[dict[str, Any]],
-        group: dict[str, Any],
-    ) -> None:
-        """torch.optim.Muon's update, Nesterov momentum included."""
-        momentum = group["betas"][1]
-        for grad, state in zip(grads, states, strict=True):
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(grad)
-        buffers = [state["momentum_buffer"] for state in states]
-        interpolate_(buffers, grads, 1 - momentum)
-        directions = interpolate(grads, buffers, momentum)
-        multiply_([*parameters], 1 - group["lr"] * group["weight_decay"])
-        for parameter, direction in zip(parameters, directions, strict=True):
-            whole = self.layout.gather(parameter, direction)
-            update = self.layout.own_rows(parameter, orthogonalise(whole))
-            scale = 0.2 * math.sqrt(max(whole.shape))
+    def _average(self, group: dict[str, Any]) -> None:
+        """Update the momentum of a group's matrices."""
+        for _, grads, states in batches(self, group):
+            for grad, state in zip(grads, states, strict=True):
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(grad)
+            buffers = [state["momentum_buffer"] for state in states]
+            interpolate_(buffers, grads, 1 - group["betas"][1])
+
+    def _update_hidden(self, hidden: list[Hidden]) -> None:
+        """Update matrices, each of which one of the ranks that divide it makes orthogonal."""
+        hidden = [each for each in hidden if self.layout.whole_shape(each[0]).numel()]
+        shapes = [self.layout.whole_shape(parameter) for parameter, *_ in hidden]
+        ranks = self.layout.group(hidden[0][0]) if hidden else None
+        for pairs in rounds_of(shapes, 1 if ranks is None else ranks.size()):
+            chosen = [hidden[index] for index, _ in pairs]
+            exchange = Exchange(ranks, [shapes[i] for i, _ in pairs], [owner for _, owner in pairs])
+            self._update(chosen, exchange)
+
+    def _update(self, chosen: list[Hidden], exchange: Exchange) -> None:
+        """torch.optim.Muon's update, Nesterov momentum included, of one round's matrices."""
+        parts = [
+            torch.lerp(grad, self.state[p]["momentum_buffer"], group["betas"][1]).bfloat16()
+            for p, grad, group in chosen
+        ]
+        whole = exchange.to_owners(parts)
+        updates = exchange.to_ranks(None if whole is None else orthogonalise(whole), parts[0])
+        for (parameter, _, group), update in zip(chosen, updates, strict=True):
+            scale = 0.2 * math.sqrt(max(self.layout.whole_shape(parameter)))
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
 
     def _adamw(self, group: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from colotrain.engine.optim.adamw8bit import AdamW8bit
 from colotrain.engine.optim.base import Groups, Layout
 from colotrain.engine.optim.lion import Lion
 from colotrain.engine.optim.muon import Muon
+from colotrain.engine.optim.rounded_adamw import RoundedAdamW
 from colotrain.engine.optim.schedule_free import ScheduleFreeAdamW
 from colotrain.engine.optim.users_optimizers import make_users
 from colotrain.errors import ConfigError, Problem
@@ -24,9 +25,7 @@ from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
 
 MAKERS: dict[str, Callable[[OptimPlan, Groups, Layout], torch.optim.Optimizer]] = {
-    "adamw": lambda plan, groups, _: torch.optim.AdamW(
-        groups, lr=plan.lr, betas=_both(plan), eps=plan.eps, fused=True
-    ),
+    "adamw": lambda plan, groups, layout: _adamw(plan, groups, layout),
     "sgd": lambda plan, groups, _: torch.optim.SGD(
         groups, lr=plan.lr, momentum=plan.betas[0], fused=True
     ),
@@ -49,6 +48,20 @@ def make(plan: OptimPlan, groups: Groups, layout: Layout) -> torch.optim.Optimiz
     """Make the plan's optimizer over parameter groups, each with its own weight decay."""
     own = MAKERS.get(plan.name)
     return make_users(plan, groups) if own is None else own(plan, groups, layout)
+
+
+def _adamw(plan: OptimPlan, groups: Groups, layout: Layout) -> torch.optim.Optimizer:
+    if plan.rounding == "nearest":
+        return torch.optim.AdamW(groups, lr=plan.lr, betas=_both(plan), eps=plan.eps, fused=True)
+    compensates = plan.rounding == "kahan"
+    return RoundedAdamW(
+        groups,
+        lr=plan.lr,
+        betas=_both(plan),
+        eps=plan.eps,
+        layout=layout,
+        compensates=compensates,
+    )
 
 
 def _both(plan: OptimPlan) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from colotrain import module_tree
-from colotrain.spec.optimizers import optimizer_of
+from colotrain.spec.optimizers import is_in_a_layer, optimizer_of
 from colotrain.spec.plan import OptimPlan
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -28,7 +28,6 @@ MATRICES = (
 _NORM_CLASS = re.compile(r"Norm(?!al)")
 _NORM_NAME = re.compile(r"(^|_)(\w*norm|ln)(_?[0-9a-z])?$")
 _BIAS_NAME = re.compile(r"(^|_)bias(_|$)|^b_(ih|hh)")
-_IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +82,5 @@ def settings_of(
             lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
             weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
     tells_hidden = optimizer_of(plan.name).tells_hidden
-    is_hidden = tells_hidden and is_matrix and ndim == 2 and bool(_IN_A_LAYER.search(name))
+    is_hidden = tells_hidden and is_matrix and is_in_a_layer(name, (0,) * ndim)
     return ParameterSettings(lr_scale=lr_scale, weight_decay=weight_decay, is_hidden=is_hidden)

@@ -59,9 +59,10 @@ class ShardOptimizer:
         max_steps: int,
         tiers: Tiers | None = None,
         undecayed: Set[str] = frozenset(),
+        seed: int = 0,
     ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
-        self.kind = optimizer_of(plan.name)
+        self.seed, self.kind = seed, optimizer_of(plan.name)
         self.of_shards = plan.name in OPTIMIZERS
         """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
@@ -114,18 +115,20 @@ class ShardOptimizer:
         ndim = self.parameters[name].ndim
         return settings_of(name, ndim, self.plan, undecayed=self.undecayed)
 
-    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        """Concatenate `value`, laid out like `shard`, of every rank (collective)."""
-        found = _like(self.parameters[self._names[shard]], value)
-        return found.full_tensor() if isinstance(found, DTensor) else found
-
-    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
+    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+        """Return the ranks that divide the parameter's rows; None where this rank has all."""
         parameter = self.parameters[self._names[shard]]
         if not isinstance(parameter, DTensor):
-            return whole
-        group = parameter.device_mesh.get_group(DP_SHARD)
-        start, rows = rows_of(parameter.shape[0], group.rank(), group.size())
-        return whole[start : start + rows]
+            return None
+        return parameter.device_mesh.get_group(DP_SHARD)
+
+    def name(self, shard: nn.Parameter) -> str:
+        return self._names[shard]
+
+    def first_row(self, shard: nn.Parameter) -> int:
+        """Return the index in the whole parameter of this rank's first row."""
+        group, rows = self.group(shard), self.whole_shape(shard)[:1]
+        return 0 if group is None else rows_of(rows[0], group.rank(), group.size())[0]
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         """Return the rows of the whole parameter; None where this rank has all of it."""

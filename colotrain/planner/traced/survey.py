@@ -91,6 +91,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
             frozen_by=frozen.get(name),
             aliases=aliases[name],
             group=groups.get(id(parameter), ""),
+            dtype=str(parameter.dtype).removeprefix("torch."),
             is_cast=parameter.is_floating_point(),
             num_weights=weights.get(id(parameter)),
         )

@@ -64,6 +64,8 @@ def cross_check(plan: RunPlan) -> dict[str, Any]:
     if plan.optim.name not in played:
         expected = f"one of {', '.join(played)} under --trace"
         raise _cannot("optim.name", plan.optim.name, expected)
+    if plan.optim.rounding == "kahan":
+        raise _cannot("optim.rounding", "kahan", "nearest or stochastic under --trace")
     sample = one_sample(plan.data, plan.model)
     ours = _by_plan(plan, sample)
     with warnings.catch_warnings():

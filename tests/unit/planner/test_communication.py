@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from colotrain.planner.communication import Traffic
+from colotrain.planner.communication import OwnedMatrices, Traffic, owned_matrices
 from colotrain.planner.communication import traffic as traffic_of
 from colotrain.planner.layout import layout_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
@@ -113,3 +113,16 @@ def test_a_pass_before_the_step_gathers_as_its_forwards_do(name: str, added: int
         for trace in (without, replace(without, passes_before=1))
     )
     assert found - before == added
+
+
+def test_matrices_of_muon_go_to_one_rank_each_and_back() -> None:
+    layout = layout_of(plugin("zero3", (4,)), batch(1), optim=replace(OPTIM, name="muon"))
+    found, other = (traffic_of(replace(layout, optim=o), survey()) for o in (layout.optim, OPTIM))
+    sent = 0
+    for _ in range(BLOCKS):  # three ranks send 2 of 8 rows to the fourth, which sends them theirs
+        sent += 3 * 2 * 8 * 2 + 3 * 2 * 8 * 2
+    assert found.bytes_per_step - other.bytes_per_step == sent / 4
+    assert found.owned_calls == 2  # four matrices, one for each rank
+    needed = owned_matrices(layout, survey())
+    assert needed.flops == 5 * (2 * 8 * 8 * 8) * 3  # one matrix: five times three products
+    assert owned_matrices(replace(layout, optim=OPTIM), survey()) == OwnedMatrices()
