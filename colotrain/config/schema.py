@@ -147,6 +147,9 @@ class Adapter:
     parameters: list[str] = field(default_factory=list)
     """Globs on the names, or ends of names, of parameters outside of linear layers that get an
     adapter, such as experts in one parameter: `["experts.down_proj"]`."""
+    init: Literal["pissa", "olora"] | None = None
+    """Begin with a part of each weight, which is taken out of it: its largest singular values
+    (pissa), or the first rows of its QR decomposition (olora); null: with B of zeros."""
     dropout: float | None = None
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None

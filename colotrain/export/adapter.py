@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import lru_cache, partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.engine.model.freezing import freeze_, names_of
@@ -15,8 +17,9 @@ from colotrain.export.job import Job, converted, on_meta
 from colotrain.export.prompting import complete_prompting
 from colotrain.export.stream import Entry, write_file
 from colotrain.export.tokenizer import write_run_tokenizer
-from colotrain.export.values import base_entries
+from colotrain.export.values import base_entries, initial_entries
 from colotrain.models import adapters, huggingface
+from colotrain.models.adapter_kinds.bases import Product
 
 MERGE = "merge the adapters (leave out --adapter), or freeze them"
 
@@ -38,7 +41,7 @@ def write_peft(job: Job) -> list[Entry]:
         )
     stored = {part.name: part.stored for part in adapters.parts(model)}
     modules = _trained_modules(job, model)
-    held = job.stored.entries
+    held = job.stored.entries | _with_products(job, model)
     entries = [
         replace(held[n], name=stored[n].removeprefix(adapters.PREFIX)) for n in sorted(stored)
     ]
@@ -62,6 +65,48 @@ def write_peft(job: Job) -> list[Entry]:
     if plan.hf is not None:
         complete_prompting(job, model.config.to_dict())  # type: ignore[operator,union-attr]
     return entries
+
+
+def _with_products(job: Job, model: nn.Module) -> dict[str, Entry]:
+    """Matrices that hold what training changed of the layers' weights, too.
+
+    The checkpoint's rows of A are the first ones, and its columns of B.
+    """
+    changes = dict(adapters.base_changes(model, job.plan.model.adapter))
+    if not changes:
+        return {}
+    if job.dtype is not None and job.dtype.itemsize < 4:
+        raise UsageError(
+            f"--dtype {job.choice.dtype}: what the adapter began with is subtracted in the file, "
+            "where it would be rounded",
+            "leave out --dtype, or merge the adapters (leave out --adapter)",
+        )
+    weights = initial_entries(job, [f"{name}.weight" for name in changes])
+    found: dict[str, Entry] = {}
+    for name, change in changes.items():
+        products = lru_cache(1)(partial(_products, change, weights[f"{name}.weight"]))
+        for role, dim in ((adapters.A, 0), (adapters.B, 1)):
+            own = job.stored.entries[f"{name}.{role}.weight"]
+            read = partial(_joined, own, products, role, dim, change.scale)
+            shape = [*own.shape]
+            shape[dim] *= 2
+            found[own.name] = replace(own, shape=tuple(shape), read=read)
+    return found
+
+
+def _products(change: adapters.BaseChange, weight: Entry) -> list[Product]:
+    return change.products(weight.read())
+
+
+def _joined(
+    own: Entry, products: Callable[[], list[Product]], role: str, dim: int, scale: float
+) -> Tensor:
+    """The trained matrix, and those of the products, as if they had the adapter's scale."""
+    if role == adapters.A:
+        others = [product.a for product in products()]
+    else:
+        others = [product.b * (product.scale / scale) for product in products()]
+    return torch.cat([own.read(), *(other.to(own.dtype) for other in others)], dim)
 
 
 def _trained_modules(job: Job, model: nn.Module) -> list[str]:

@@ -26,6 +26,7 @@ from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.generators import generator_of
 from colotrain.models.adapter_kinds import parameters
+from colotrain.models.adapter_kinds.bases import Product, products_of, with_products
 from colotrain.models.adapter_kinds.low_rank import DROPOUT, LORA, A, AdapterKind, B, InputDropout
 from colotrain.models.adapter_kinds.magnitude import DORA, MAGNITUDE, row_norms, scaled_rows
 from colotrain.models.adapter_kinds.parameters import PARAMETER_ADAPTER, ParameterAdapter
@@ -91,7 +92,8 @@ def attach_(model: nn.Module, plan: AdapterPlan) -> None:
     names = _chosen(model, plan, layers)
     chosen = {name: layer for name, layer in layers.items() if name in names}
     held = {name: found for name, found in _adaptable(model, layers) if plan.adapts(name)}
-    if problems := [*_unmatched(model, plan, layers), *_ambiguous(plan, [*chosen, *held])]:
+    problems = [*_unmatched(model, plan, layers), *_ambiguous(plan, [*chosen, *held])]
+    if problems := [*problems, *_without_residual(model, plan, chosen)]:
         raise ConfigError(problems)
     model.requires_grad_(False)
     for name, layer in chosen.items():
@@ -321,6 +323,33 @@ def _ambiguous(plan: AdapterPlan, names: list[str]) -> Iterator[Problem]:
                 break
 
 
+def _without_residual(
+    model: nn.Module, plan: AdapterPlan, chosen: dict[str, nn.Module]
+) -> Iterator[Problem]:
+    """Problems of layers of whose weight no part can be taken out."""
+    if plan.init is None:
+        return
+    key, value = ("init", plan.init) if plan.path is None else ("path", plan.path)
+    known_as: dict[int, list[str]] = {}
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
+        known_as.setdefault(id(parameter), []).append(name)
+    for name, layer in chosen.items():
+        rank, most = plan.rank_of(name), min(features(layer) or (0, 0))
+        others = [n for n in known_as[id(layer.weight)] if n != f"{name}.weight"]
+        fix = f"set adapter.exclude=[{name}]"
+        if rank > most:
+            expected = f"ranks up to the {most} that {name} has, not {rank}"
+            fix = f"set adapter.ranks={{{name}: {most}}}"
+        elif others:
+            expected = f"layers with a weight of their own: that of {name} is {others[0]}, too"
+        elif plan.path is not None and plan.init == "olora" and is_transposed(layer):
+            expected = f"no OLoRA on {name}, whose transpose PEFT decomposes"
+        else:
+            continue
+        fix = fix if plan.path is None else "merge it into the model, and train a new one"
+        yield _wrong(key, value, expected, fix)
+
+
 def _misshapen(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
     """Problems of tensors in `plan.path` that are not those of the adapters of this model."""
     stored = StoredTensors([Path(str(plan.path)) / WEIGHTS])
@@ -426,12 +455,14 @@ def fill_(
     """Give the adapters their initial values: those in `plan.path`, or functions of seed and name.
 
     `shards` stores this rank's part of each whole value; what is in `given` gets its value later.
-    New adapters do not change the model's output at first: B is zero, magnitudes are those of W.
+    New adapters do not change the model's output at first: B is zero, magnitudes are those of W, or
+    what they begin with is taken out of W, which is read before.
     """
     stored = StoredTensors([Path(plan.path) / WEIGHTS]) if plan.path else None
     with torch.no_grad():
+        begun = _change_bases_(model, plan, shards=shards, given=given)
         for part in parts(model):
-            if part.name in given:
+            if part.name in given or part.name in begun:
                 continue
             if stored is not None:
                 whole = stored.rows(part.stored)
@@ -448,6 +479,67 @@ def fill_(
                 is_parameter = isinstance(own, nn.Parameter)
                 whole = stored.rows(PREFIX + name)
                 shards.write(own, whole) if is_parameter else own.copy_(whole)
+
+
+def _change_bases_(
+    model: nn.Module, plan: AdapterPlan, *, shards: Shards, given: Set[str]
+) -> set[str]:
+    """Write the weights that adapters leave of their layers' ones. All ranks must call.
+
+    Returns the names of the parts that began with what was taken out. A weight in `given` was
+    changed when that value was made.
+    """
+    begun: set[str] = set()
+    for name, change in base_changes(model, plan):
+        layer: Any = model.get_submodule(name)
+        if f"{name}.weight" in given:
+            continue
+        held = shards.read(layer.weight)
+        products = change.products(held)
+        shards.write(layer.weight, change.apply(held, products))
+        shards.release(layer.weight)
+        if plan.path is not None:
+            continue
+        for role, whole in ((A, products[-1].a), (B, products[-1].b)):
+            part = f"{name}.{role}.weight"
+            begun.add(part)
+            if part not in given:
+                shards.write(layer.get_submodule(role).weight, whole)
+    return begun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseChange:
+    """What is added to the weight of a layer before it is frozen."""
+
+    plan: AdapterPlan
+    name: str
+    """Name of the layer."""
+    transposed: bool
+    """Whether the weight is [inputs, outputs]."""
+
+    @property
+    def scale(self) -> float:
+        """The scale of the adapter that trains on it."""
+        return self.plan.scale_of(self.name)
+
+    def products(self, weight: Tensor) -> list[Product]:
+        """Products of matrices to be added, of the weight as the layer holds it."""
+        return products_of(self.plan, self.name, weight.T if self.transposed else weight)
+
+    def apply(self, weight: Tensor, products: list[Product] | None = None) -> Tensor:
+        """The weight with these products, which are computed unless they are given."""
+        products = self.products(weight) if products is None else products
+        changed = with_products(weight.T if self.transposed else weight, products)
+        return changed.T if self.transposed else changed
+
+
+def base_changes(model: nn.Module, plan: AdapterPlan | None) -> Iterator[tuple[str, BaseChange]]:
+    """Layer → how its weight is changed before it is frozen, where it is."""
+    if plan is None or plan.init is None:
+        return
+    for name, layer in adapted(model).items():
+        yield name, BaseChange(plan=plan, name=name, transposed=is_transposed(layer))
 
 
 def _draw_(whole: Tensor, name: str, *, seed: int) -> None:
@@ -524,7 +616,13 @@ def _merged_parameter(weight: Tensor, a: Tensor, b: Tensor, *, adapter: Paramete
 def peft_settings(
     model: nn.Module, plan: AdapterPlan, *, base: str | None, task: str | None = "CAUSAL_LM"
 ) -> dict[str, Any]:
-    """The adapter_config.json of this model's adapters, as PEFT reads it."""
+    """The adapter_config.json of this model's adapters, as PEFT reads it.
+
+    An adapter that began with a part of the weights has twice its rank there: what it began with is
+    subtracted, so that it goes on the weights as they were.
+    """
+    if plan.init is not None:
+        plan = _of_ranks(plan, 2)
     layers = adapted(model)
     held = [name for name, *_ in adapted_parameters(model)]
     names = sorted([*layers, *held])
@@ -546,6 +644,18 @@ def peft_settings(
         "use_rslora": plan.rslora,
         "use_dora": plan.name == "dora",
     }
+
+
+def _of_ranks(plan: AdapterPlan, times: int) -> AdapterPlan:
+    """The plan with multiples of its ranks, and the same scales."""
+    factor = math.sqrt(times) if plan.rslora else times
+    return replace(
+        plan,
+        rank=plan.rank * times,
+        alpha=plan.alpha * factor,
+        ranks={name: rank * times for name, rank in plan.ranks.items()},
+        alphas={name: alpha * factor for name, alpha in plan.alphas.items()},
+    )
 
 
 def _patterns(

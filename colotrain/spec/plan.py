@@ -111,6 +111,8 @@ class AdapterPlan:
     exclude: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     """Names of parameters that have an adapter of their own, or the ends of their names."""
+    init: Literal["pissa", "olora"] | None = None
+    """The part of each weight that the adapter began with, and that was taken out of it."""
     dropout: float = 0.0
     path: str | None = None
     """Directory in PEFT's format with the adapters' initial values."""

@@ -341,6 +341,9 @@ def began_with(run: Run) -> dict[str, Any]:
     seed = None if model.hf else run.plan.train.seed
     settings = {"target": model.target, "args": model.args}
     settings |= {"quantize": model.quantize} if model.quantize else {}
+    if model.adapter is not None and model.adapter.init:
+        numbers = ("init", "rank", "alpha", "rslora", "ranks", "alphas")
+        settings["adapter"] = {name: getattr(model.adapter, name) for name in numbers}
     return to_plain({**settings, "files": files, "seed": seed})
 
 
