@@ -98,6 +98,7 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
     """Return the requested adapter; problems with its directory are added to `problems`."""
     if adapter.name is None or any(True for _ in check_adapter(adapter)):
         return None
+    merge = tuple(_merged(folder, problems) for folder in adapter.merge)
     if adapter.path is None:
         targets = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets
         return AdapterPlan(
@@ -112,6 +113,7 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
             parameters=tuple(adapter.parameters),
             init=adapter.init,
             dropout=adapter.dropout or 0.0,
+            merge=tuple(plan for plan in merge if plan is not None),
         )
     try:
         found = read_peft(Path(adapter.path).expanduser().absolute())
@@ -119,7 +121,23 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
         problems += error.problems
         return None
     problems += _against_path(adapter, found)
+    found = replace(found, merge=tuple(plan for plan in merge if plan is not None))
     return found if adapter.dropout is None else replace(found, dropout=adapter.dropout)
+
+
+def _merged(folder: str, problems: list[Problem]) -> AdapterPlan | None:
+    """Return the plan of an adapter in `adapter.merge`; its problems are added to `problems`."""
+    try:
+        found = read_peft(Path(folder).expanduser().absolute())
+    except ConfigError as error:
+        problems += [replace(p, key="adapter.merge") for p in error.problems]
+        return None
+    others = {"DoRA": found.name == "dora", "experts": found.parameters, "modules": found.modules}
+    for what in (name for name, has in others.items() if has):
+        expected = f"LoRA on linear layers alone (it has {what})"
+        fix = "merge it with PEFT (merge_and_unload), and name that directory in model.hf"
+        problems.append(_wrong("merge", folder, expected, fix))
+    return found
 
 
 def _against_path(adapter: Adapter, found: AdapterPlan) -> Iterator[Problem]:
@@ -133,7 +151,7 @@ def _against_path(adapter: Adapter, found: AdapterPlan) -> Iterator[Problem]:
             fix = f"set adapter.name={found.name}" if key == "name" else "remove it"
             fix = f"{fix}: adapter.path={adapter.path} decides"
             yield _wrong(key, value, f"{shown}, as in adapter.path", fix)
-        elif key not in (*known, "path", "dropout"):
+        elif key not in (*known, "path", "dropout", "merge"):
             fix = "remove it: the directory decides which layers have adapters, and of what rank"
             yield _wrong(key, value, "nothing beside adapter.path", fix)
 

@@ -154,6 +154,9 @@ class Adapter:
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
     """Directory in PEFT's format to start from; all but the dropout is as it says."""
+    merge: list[str] = field(default_factory=list)
+    """Directories in PEFT's format that are added to the frozen weights as the run begins, one
+    after the other, such as the adapter of an earlier stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from colotrain.errors import UsageError
 from colotrain.export.job import Job, on_meta
 from colotrain.export.stream import Entry
 from colotrain.models import adapters, huggingface
+from colotrain.models.adapter_kinds.bases import BaseChange
 from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build_whole
@@ -104,7 +105,7 @@ def base_entries(job: Job) -> dict[str, Entry]:
     return entries
 
 
-def _changed(change: adapters.BaseChange, weight: Entry) -> Tensor:
+def _changed(change: BaseChange, weight: Entry) -> Tensor:
     return change.apply(weight.read())
 
 

@@ -118,6 +118,8 @@ class AdapterPlan:
     """Directory in PEFT's format with the adapters' initial values."""
     modules: tuple[str, ...] = ()
     """Modules that train whole, from the values in `path`."""
+    merge: tuple[AdapterPlan, ...] = ()
+    """Adapters that are added to the weights as a run begins, one after the other."""
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether a key of `ranks` or `alphas`, or a glob on layers, is of the layer `name`."""

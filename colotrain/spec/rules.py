@@ -182,6 +182,7 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.init", "adapter.name", ("lora",), "magnitudes are those of whole weights"),
     Rule("adapter.init", "adapter.parameters", ([],), "a part is taken out of linear layers alone"),
     Rule("adapter.init", "model.quantize", (None,), "blocks hold whole weights"),
+    Rule("adapter.merge", "model.quantize", (None,), "blocks hold the weights of the directory"),
     Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
     *rules("mesh.pp>1", {"train.compile": False, **OWN, "train.objective": None}),

@@ -112,14 +112,36 @@ def test_a_part_that_stays_in_the_weight_and_a_scale_applied_twice_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, theirs = saved_by_peft("pissa", tmp_path)
-    wanted, own = logits_of(theirs), adapters.with_products
+    wanted, own = logits_of(theirs), bases.with_products
 
     def twice(weight: Tensor, products: list[bases.Product]) -> Tensor:
         return own(weight, [replace(p, scale=-p.scale * p.scale) for p in products])
 
     for wrong in (lambda weight, products: weight, twice):
-        monkeypatch.setattr(adapters, "with_products", wrong)
+        monkeypatch.setattr(bases, "with_products", wrong)
         assert difference(wanted, logits_of(with_ours(base, read_peft(tmp_path)))) > 1e-3
+
+
+@pytest.mark.parametrize("inits", [(True, True), ("pissa", True), (True, "pissa")])
+def test_adapters_are_merged_one_after_the_other_beneath_one_that_trains(
+    inits: tuple[Any, Any], tmp_path: Path
+) -> None:
+    base = base_of(llama)
+    theirs, folders = copy.deepcopy(base), [tmp_path / "first", tmp_path / "second"]
+    for folder, init, rank in zip(folders, inits, (2, 3), strict=True):
+        settings = {"init_lora_weights": init, **PATTERNS, "lora_alpha": 7}
+        names = ["q_proj", "down_proj"] if rank == 2 else ["q_proj", "lm_head"]
+        config = peft.LoraConfig(r=rank, target_modules=names, **settings)
+        made = peft.get_peft_model(copy.deepcopy(theirs), config)
+        trained_(made)
+        made.save_pretrained(folder, save_embedding_layers=False)
+        theirs = peft.PeftModel.from_pretrained(theirs, folder).merge_and_unload()
+    merge = tuple(read_peft(folder) for folder in folders)
+    ours = with_ours(base, plan("q_proj", merge=merge))
+    assert difference(logits_of(theirs), logits_of(ours)) < 1e-6
+    assert difference(logits_of(theirs), logits_of(base)) > 1e-2
+    alone = with_ours(base, plan("q_proj", merge=merge[:1]))
+    assert difference(logits_of(theirs), logits_of(alone)) > 1e-3
 
 
 def tied() -> Any:
