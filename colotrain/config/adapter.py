@@ -212,6 +212,10 @@ def read_peft(folder: Path) -> AdapterPlan:
         has = "has" if odd in shapes else "lacks"
         expected = f"the matrices of its adapters in its weights, only (it {has} {odd})"
         fix = "save it with PEFT's save_embedding_layers=False, or merge it into the model"
+        if ".lora_embedding_" in " ".join(found):
+            layer = next(name for name in found if ".lora_embedding_" in name)
+            expected = f"no adapter of an embedding that is no target_parameters (it has {layer})"
+            fix = "merge it with PEFT (merge_and_unload), and name that directory in model.hf"
         raise ConfigError([_wrong("path", folder, expected, fix)])
     for name, match in found.items():
         if match and not plan.parameters and match[3] != MAGNITUDE:

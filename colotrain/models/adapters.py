@@ -291,6 +291,9 @@ def _unmatched(
     for glob in plan.targets:
         if glob not in linears and not any(plan.matches(glob, name) for name in layers):
             fix = suggest(glob.strip("*."), lasts | linears) or "the model has none"
+            for name, module in module_tree.named_modules(model):
+                if isinstance(module, nn.Embedding) and plan.matches(glob, name):
+                    fix = f"set adapter.parameters=[{name}.weight] for an adapter of the embedding"
             yield _wrong("targets", glob, "a glob on linear layers", fix)
     for glob in plan.exclude:
         if not any(plan.matches(glob, name) for name in layers):

@@ -32,6 +32,8 @@ EXPERTS = (*EXPERTS, "adapter.parameters=[experts.gate_up_proj,experts.down_proj
 PISSA = ("adapter.name=lora", "adapter.rank=2", "adapter.targets=all-linear", "adapter.init=pissa")
 PISSA = (*PISSA, "adapter.ranks={'*mlp*':3}", "adapter.rslora=true")
 CASES = {"dora": ("llama", DORA), "experts": ("mixtral", EXPERTS), "pissa": ("llama", PISSA)}
+EMBEDDING = (*EXPERTS[:3], "adapter.parameters=[embed_tokens.weight]")
+CASES["embedding"] = ("llama", EMBEDDING)
 
 
 @pytest.mark.slow
