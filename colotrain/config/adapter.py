@@ -25,10 +25,22 @@ PART = re.compile(
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal", "eva", None)
 """Values of `init_lora_weights` under which PEFT changes nothing but the adapter's own matrices."""
+RESIDUALS = ("pissa", "olora")
+"""Those under which PEFT, as it loads an adapter, takes a part of each weight out of it again."""
+CONVERT = (
+    "save it as a plain adapter with PEFT's path_initial_model_for_weight_conversion, where it was "
+    "trained"
+)
+OF_OTHER_BASES = {
+    "pissa_niter": "PEFT draws numbers as it loads it, and each loading gives other weights",
+    "corda": "PEFT loads it on weights only that its data were preprocessed for",
+    "lora_ga": "PEFT loads it on the whole weights, and it trained on others",
+}
+"""Begin of a value of `init_lora_weights` → why no file says the weights that it trained on."""
 ACCEPTED: dict[str, tuple[Any, ...] | None] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": INITIAL_VALUES,
+    "init_lora_weights": (*INITIAL_VALUES, *RESIDUALS),
     "use_rslora": (False, True),
     "use_dora": (False, True),
     **dict.fromkeys(("r", "lora_alpha", "lora_dropout")),
@@ -36,6 +48,7 @@ ACCEPTED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("task_type", "auto_mapping", "base_model_name_or_path", "revision")),
     **dict.fromkeys(("peft_version", "inference_mode", "runtime_config", "fan_in_fan_out")),
     **dict.fromkeys(("megatron_core", "qalora_group_size", "eva_config")),
+    **dict.fromkeys(("corda_config", "lora_ga_config", "loftq_config")),  # of init_lora_weights
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")),
 }
 """PEFT's settings that may be set → their values that are known; None: any.
@@ -85,6 +98,7 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
     """Return the requested adapter; problems with its directory are added to `problems`."""
     if adapter.name is None or any(True for _ in check_adapter(adapter)):
         return None
+    merge = tuple(_merged(folder, problems) for folder in adapter.merge)
     if adapter.path is None:
         targets = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets
         return AdapterPlan(
@@ -97,7 +111,9 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
             targets=tuple(targets),
             exclude=tuple(adapter.exclude),
             parameters=tuple(adapter.parameters),
+            init=adapter.init,
             dropout=adapter.dropout or 0.0,
+            merge=tuple(plan for plan in merge if plan is not None),
         )
     try:
         found = read_peft(Path(adapter.path).expanduser().absolute())
@@ -105,12 +121,28 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
         problems += error.problems
         return None
     problems += _against_path(adapter, found)
+    found = replace(found, merge=tuple(plan for plan in merge if plan is not None))
     return found if adapter.dropout is None else replace(found, dropout=adapter.dropout)
+
+
+def _merged(folder: str, problems: list[Problem]) -> AdapterPlan | None:
+    """Return the plan of an adapter in `adapter.merge`; its problems are added to `problems`."""
+    try:
+        found = read_peft(Path(folder).expanduser().absolute())
+    except ConfigError as error:
+        problems += [replace(p, key="adapter.merge") for p in error.problems]
+        return None
+    others = {"DoRA": found.name == "dora", "experts": found.parameters, "modules": found.modules}
+    for what in (name for name, has in others.items() if has):
+        expected = f"LoRA on linear layers alone (it has {what})"
+        fix = "merge it with PEFT (merge_and_unload), and name that directory in model.hf"
+        problems.append(_wrong("merge", folder, expected, fix))
+    return found
 
 
 def _against_path(adapter: Adapter, found: AdapterPlan) -> Iterator[Problem]:
     """Yield the problems of settings that say otherwise than the adapter in `adapter.path`."""
-    known = {"name": found.name, "rank": found.rank, "alpha": found.alpha, "rslora": found.rslora}
+    known = {name: getattr(found, name) for name in ("name", "rank", "alpha", "rslora", "init")}
     written = {"name": adapter.name, **_written(adapter)}
     for key, value in written.items():
         if key in known and value != known[key]:
@@ -119,7 +151,7 @@ def _against_path(adapter: Adapter, found: AdapterPlan) -> Iterator[Problem]:
             fix = f"set adapter.name={found.name}" if key == "name" else "remove it"
             fix = f"{fix}: adapter.path={adapter.path} decides"
             yield _wrong(key, value, f"{shown}, as in adapter.path", fix)
-        elif key not in (*known, "path", "dropout"):
+        elif key not in (*known, "path", "dropout", "merge"):
             fix = "remove it: the directory decides which layers have adapters, and of what rank"
             yield _wrong(key, value, "nothing beside adapter.path", fix)
 
@@ -129,7 +161,11 @@ def check_brought(values: Mapping[str, Any], found: AdapterPlan) -> Iterator[Pro
 
     `values`: all settings, from dotted key to value.
     """
-    brought = {"adapter.parameters": [*found.parameters], "adapter.dropout": found.dropout}
+    brought = {
+        "adapter.parameters": [*found.parameters],
+        "adapter.dropout": found.dropout,
+        "adapter.init": found.init,
+    }
     known = list(check_rules(values))
     for problem in check_rules({**values, **brought}):
         if problem.key == "adapter.parameters":
@@ -167,6 +203,7 @@ def read_peft(folder: Path) -> AdapterPlan:
         alphas={key: float(n) for key, n in (settings.get("alpha_pattern") or {}).items()},
         targets=tuple({m[1].removeprefix(PREFIX): None for m in found.values() if m}),
         parameters=tuple(settings.get("target_parameters") or ()),
+        init=_residual(settings),
         dropout=float(settings.get("lora_dropout") or 0.0),
         path=str(folder),
         modules=modules,
@@ -175,6 +212,10 @@ def read_peft(folder: Path) -> AdapterPlan:
         has = "has" if odd in shapes else "lacks"
         expected = f"the matrices of its adapters in its weights, only (it {has} {odd})"
         fix = "save it with PEFT's save_embedding_layers=False, or merge it into the model"
+        if ".lora_embedding_" in " ".join(found):
+            layer = next(name for name in found if ".lora_embedding_" in name)
+            expected = f"no adapter of an embedding that is no target_parameters (it has {layer})"
+            fix = "merge it with PEFT (merge_and_unload), and name that directory in model.hf"
         raise ConfigError([_wrong("path", folder, expected, fix)])
     for name, match in found.items():
         if match and not plan.parameters and match[3] != MAGNITUDE:
@@ -206,6 +247,12 @@ def _whole_modules(named: Iterable[str], names: Iterable[str]) -> tuple[str, ...
     return tuple(found)
 
 
+def _residual(settings: Mapping[str, Any]) -> Any:
+    """What PEFT takes out of the weights as it loads an adapter; None: nothing."""
+    value = settings.get("init_lora_weights")
+    return value if value in RESIDUALS else None
+
+
 def _is_accepted(name: str, value: Any) -> bool:
     """Whether a setting of PEFT leaves plain low-rank adapters what they are."""
     if name not in ACCEPTED:
@@ -215,6 +262,11 @@ def _is_accepted(name: str, value: Any) -> bool:
 
 
 def _refused(folder: Path, name: str, value: Any) -> Problem:
+    if name == "init_lora_weights":
+        for begin, why in OF_OTHER_BASES.items():
+            if str(value).startswith(begin):
+                expected = f"weights that it can be put on (init_lora_weights is {value}: {why})"
+                return _wrong("path", folder, expected, CONVERT)
     known = ACCEPTED.get(name) or ("nothing",)
     expected = (
         f"{name} to be {' or '.join(map(str, known))} in its adapter_config.json, not {value}"

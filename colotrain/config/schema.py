@@ -148,10 +148,16 @@ class Adapter:
     parameters: list[str] = field(default_factory=list)
     """Globs on the names, or ends of names, of parameters outside of linear layers that get an
     adapter, such as experts in one parameter: `["experts.down_proj"]`."""
+    init: Literal["pissa", "olora"] | None = None
+    """Begin with a part of each weight, which is taken out of it: its largest singular values
+    (pissa), or the first rows of its QR decomposition (olora); null: with B of zeros."""
     dropout: float | None = None
     """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
     """Directory in PEFT's format to start from; all but the dropout is as it says."""
+    merge: list[str] = field(default_factory=list)
+    """Directories in PEFT's format that are added to the frozen weights as the run begins, one
+    after the other, such as the adapter of an earlier stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.engine.model.freezing import freeze_, names_of
@@ -15,8 +17,9 @@ from colotrain.export.job import Job, converted, on_meta
 from colotrain.export.prompting import complete_prompting
 from colotrain.export.stream import Entry, write_file
 from colotrain.export.tokenizer import write_run_tokenizer
-from colotrain.export.values import base_entries
+from colotrain.export.values import base_entries, initial_entries
 from colotrain.models import adapters, huggingface
+from colotrain.models.adapter_kinds.bases import BaseChange, Product
 
 MERGE = "merge the adapters (leave out --adapter), or freeze them"
 
@@ -36,9 +39,11 @@ def write_peft(job: Job) -> list[Entry]:
             "adapters on that directory as it is",
             "merge the adapters: leave out --adapter",
         )
-    stored = {part.name: part.stored for part in adapters.parts(model)}
     modules = _trained_modules(job, model)
-    held = job.stored.entries
+    joined = _with_products(job, model, modules)
+    stored = {name: adapters.PREFIX + name for name in joined}
+    stored |= {part.name: part.stored for part in adapters.parts(model)}
+    held = job.stored.entries | joined
     entries = [
         replace(held[n], name=stored[n].removeprefix(adapters.PREFIX)) for n in sorted(stored)
     ]
@@ -51,7 +56,14 @@ def write_peft(job: Job) -> list[Entry]:
     path = job.folder / adapters.WEIGHTS
     write_file(path, entries, progress=lambda done: job.progress("writing", done, total))
     settings = adapters.peft_settings(
-        model, plan.adapter, base=plan.hf, task=huggingface.peft_task(model)
+        *(model, plan.adapter),
+        base=plan.hf,
+        task=huggingface.peft_task(model),
+        left_out=[
+            name
+            for name, _ in adapters.base_changes(model, plan.adapter)
+            if f"{name}.{adapters.A}.weight" not in joined
+        ],
     )
     settings["modules_to_save"] = modules or None
     if modules:
@@ -62,6 +74,71 @@ def write_peft(job: Job) -> list[Entry]:
     if plan.hf is not None:
         complete_prompting(job, model.config.to_dict())  # type: ignore[operator,union-attr]
     return entries
+
+
+def _with_products(job: Job, model: nn.Module, modules: Sequence[str]) -> dict[str, Entry]:
+    """Matrices that hold what changed the layers' weights before training, too.
+
+    The checkpoint's rows of A are the first ones, and its columns of B. They are in float32 or
+    wider. What is in `modules` is whole in the file, with its changes.
+    """
+    plan = job.plan.model.adapter
+    inside = tuple(f"{module}." for module in modules)
+    changes = {
+        name: change
+        for name, change in adapters.base_changes(model, plan)
+        if not f"{name}.".startswith(inside)
+    }
+    if not changes:
+        return {}
+    if job.dtype is not None and job.dtype.itemsize < 4:
+        raise UsageError(
+            f"--dtype {job.choice.dtype}: what was added to the weights before training is in the "
+            "file, where it would be rounded",
+            "leave out --dtype, or merge the adapters (leave out --adapter)",
+        )
+    if plan is not None and plan.name == "dora":
+        raise UsageError(
+            "--adapter: DoRA's magnitudes are of weights to which adapter.merge added something",
+            MERGE,
+        )
+    weights = initial_entries(job, [f"{name}.weight" for name in changes])
+    found: dict[str, Entry] = {}
+    for name, change in changes.items():
+        weight = weights[f"{name}.weight"]
+        products = lru_cache(1)(partial(_products, change, weight))
+        outputs, inputs = weight.shape[::-1] if change.transposed else weight.shape
+        rank = change.rank
+        for role, shape in ((adapters.A, (rank, inputs)), (adapters.B, (outputs, rank))):
+            own = job.stored.entries.get(f"{name}.{role}.weight")
+            if own is not None:
+                is_a = role == adapters.A
+                shape = (own.shape[0] + rank, inputs) if is_a else (outputs, own.shape[1] + rank)
+            dtype = torch.promote_types((own or weight).dtype, torch.float32)
+            read = partial(_joined, own, products, role, change.scale, dtype)
+            entry = Entry(name=f"{name}.{role}.weight", shape=shape, dtype=dtype, read=read)
+            found[entry.name] = entry
+    return found
+
+
+def _products(change: BaseChange, weight: Entry) -> list[Product]:
+    return change.products(weight.read())
+
+
+def _joined(
+    own: Entry | None,
+    products: Callable[[], list[Product]],
+    role: str,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The trained matrix, and those of the products, as if they had the adapter's scale."""
+    if role == adapters.A:
+        others = [product.a for product in products()]
+    else:
+        others = [product.b.to(dtype) * (product.scale / scale) for product in products()]
+    first = [] if own is None else [own.read()]
+    return torch.cat([t.to(dtype) for t in (*first, *others)], 0 if role == adapters.A else 1)
 
 
 def _trained_modules(job: Job, model: nn.Module) -> list[str]:

@@ -333,10 +333,13 @@ def _loss_of(plan: RunPlan, kind: str, notes: list[str]) -> dict[str, Any]:
         if model.hf is None:
             notes.append("the reference of the preferences is no directory: only outputs compared")
             return {"kind": "none"}
-        path = model.adapter.path if model.adapter else None
-        kind = model.objective.section
-        settings = to_plain(model.objective)
-        return {"kind": kind, **settings, "reference": model.hf, "reference_adapter": path}
+        adapter = model.adapter
+        reference = {
+            "reference": model.hf,
+            "merged": [merged.path for merged in adapter.merge] if adapter else [],
+            "reference_adapter": adapter.path if adapter else None,
+        }
+        return {"kind": model.objective.section, **to_plain(model.objective), **reference}
     if isinstance(model.objective, ORPO | SimPO) and kind == "own":
         notes.append("the loss of pairs is not repeated for tensors: only outputs are compared")
         return {"kind": "none"}

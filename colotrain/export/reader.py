@@ -506,6 +506,10 @@ def reference_of(loss: dict[str, Any]) -> Any:
     if not REFERENCES:
         found = load_model(Path(loss["reference"]), {}, [])
         round_(found, loss["quantized"])
+        for folder in loss["merged"]:
+            from peft import PeftModel
+
+            found = PeftModel.from_pretrained(found, folder).merge_and_unload().eval()
         if loss["reference_adapter"]:
             from peft import PeftModel
 

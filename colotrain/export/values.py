@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from colotrain.errors import UsageError
 from colotrain.export.job import Job, on_meta
 from colotrain.export.stream import Entry
 from colotrain.models import adapters, huggingface
+from colotrain.models.adapter_kinds.bases import BaseChange
 from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build_whole
@@ -97,7 +98,19 @@ def _merged(merge: adapters.Merge, entries: list[Entry]) -> Tensor:
 
 def base_entries(job: Job) -> dict[str, Entry]:
     """Initial values of the parameters that a checkpoint of trained parameters leaves out."""
-    left_out = job.stored.left_out
+    entries = initial_entries(job, job.stored.left_out)
+    for name, change in adapters.base_changes(on_meta(job.plan.model), job.plan.model.adapter):
+        if (weight := entries.get(f"{name}.weight")) is not None:
+            entries[weight.name] = replace(weight, read=partial(_changed, change, weight))
+    return entries
+
+
+def _changed(change: BaseChange, weight: Entry) -> Tensor:
+    return change.apply(weight.read())
+
+
+def initial_entries(job: Job, left_out: Collection[str]) -> dict[str, Entry]:
+    """Values of parameters in the directory, or as the seed gives them: before adapters came."""
     if not left_out:
         return {}
     plan = job.plan.model
@@ -115,7 +128,8 @@ def base_entries(job: Job) -> dict[str, Entry]:
             pack = partial(_packed_again, layer, stored, found[weight])
             read[weight] = _weight_entry(name, layer, pack)
         return read | {n: _whole_entry(n, drawn[n]) for n in left_out if n in drawn}
-    known = dict(build_whole(plan, seed=job.plan.train.seed).named_parameters())
+    made = build_whole(replace(plan, adapter=None), seed=job.plan.train.seed)
+    known = dict(made.named_parameters())
     return {n: _whole_entry(n, known[n].detach()) for n in left_out}
 
 

@@ -73,7 +73,7 @@ NOT_TRAINED = "this file does not train: give the one of `llamafactory-cli train
 ENGINE = "this engine is not there: take the key out"
 METHODS = (
     *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_llama_pro", "use_dft_loss"),
-    *("use_asft_loss", "use_eaft_loss", "mixture_of_depths", "shift_attn", "pissa_init"),
+    *("use_asft_loss", "use_eaft_loss", "mixture_of_depths", "shift_attn"),
 )
 """Switches of methods that colotrain does not have; their other keys begin alike."""
 
@@ -275,6 +275,7 @@ RULES = unless_null(
         "create_new_adapter": asked("merge the adapter first (`colotrain export`)"),
         "freeze_*": decided("for finetuning_type: freeze alone"),
         **dict.fromkeys(METHODS, refused("this method is not there: take the key out")),
+        "pissa_init": refused("take the key out, and set adapter.init=pissa in the recipe"),
         **{
             f"{name}_*": decided("an argument of a method that is refused or off")
             for name in ("galore", "apollo", "badam", "asft", "eaft", "pissa", "oft", "loraplus")

@@ -8,11 +8,14 @@ Everything that is not an adapter is frozen. Names, shapes and initial values ar
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.generators import generator_of
 from colotrain.models.adapter_kinds import parameters
+from colotrain.models.adapter_kinds.bases import PREFIX, WEIGHTS, BaseChange
 from colotrain.models.adapter_kinds.low_rank import DROPOUT, LORA, A, AdapterKind, B, InputDropout
 from colotrain.models.adapter_kinds.magnitude import DORA, MAGNITUDE, row_norms, scaled_rows
 from colotrain.models.adapter_kinds.parameters import PARAMETER_ADAPTER, ParameterAdapter
@@ -38,10 +42,7 @@ from colotrain.spec.plan import ALL_LINEAR, AdapterPlan
 
 KINDS: dict[str, AdapterKind] = {"lora": LORA, "dora": DORA}
 """Name of an adapter in settings → how it changes the output of a linear layer."""
-WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
-PREFIX = "base_model.model."
-"""Prefix of every name in PEFT's files."""
 BYPASSED = ("NonDynamicallyQuantizableLinear",)
 """Linear layers whose forward is never called (inside nn.MultiheadAttention)."""
 HEADS = ("score", "classifier")
@@ -91,7 +92,9 @@ def attach_(model: nn.Module, plan: AdapterPlan) -> None:
     names = _chosen(model, plan, layers)
     chosen = {name: layer for name, layer in layers.items() if name in names}
     held = {name: found for name, found in _adaptable(model, layers) if plan.adapts(name)}
-    if problems := [*_unmatched(model, plan, layers), *_ambiguous(plan, [*chosen, *held])]:
+    problems = [*_unmatched(model, plan, layers), *_ambiguous(plan, [*chosen, *held])]
+    problems += [*_unmerged(plan, layers), *_unchangeable(model, plan, layers, [*chosen])]
+    if problems:
         raise ConfigError(problems)
     model.requires_grad_(False)
     for name, layer in chosen.items():
@@ -288,6 +291,9 @@ def _unmatched(
     for glob in plan.targets:
         if glob not in linears and not any(plan.matches(glob, name) for name in layers):
             fix = suggest(glob.strip("*."), lasts | linears) or "the model has none"
+            for name, module in module_tree.named_modules(model):
+                if isinstance(module, nn.Embedding) and plan.matches(glob, name):
+                    fix = f"set adapter.parameters=[{name}.weight] for an adapter of the embedding"
             yield _wrong("targets", glob, "a glob on linear layers", fix)
     for glob in plan.exclude:
         if not any(plan.matches(glob, name) for name in layers):
@@ -319,6 +325,51 @@ def _ambiguous(plan: AdapterPlan, names: list[str]) -> Iterator[Problem]:
                 expected = f"one number for {name}, which {' and '.join(found)} match"
                 yield _wrong(key, None, expected, "let one glob match each layer")
                 break
+
+
+def _unmerged(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Problem]:
+    """Problems of tensors in `plan.merge` that are not those of layers of this model."""
+    for merged in plan.merge:
+        stored = StoredTensors([Path(str(merged.path)) / WEIGHTS])
+        for name in merged.targets:
+            inputs, outputs = features(layers[name]) or (0, 0) if name in layers else (0, 0)
+            rank = merged.rank_of(name)
+            for role, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
+                key = f"{PREFIX}{name}.{role}.weight"
+                expected = f"{key} to be {shape}, not {stored.shape(key)}"
+                if name not in layers:
+                    expected = f"adapters of this model ({key} has no place in it)"
+                elif stored.shape(key) == shape and stored.dtype(key) in FLOATING:
+                    continue
+                yield _wrong("merge", merged.path, expected, "give an adapter of this model")
+
+
+def _unchangeable(
+    model: nn.Module, plan: AdapterPlan, layers: dict[str, nn.Module], chosen: list[str]
+) -> Iterator[Problem]:
+    """Problems of layers whose weight cannot be changed, or have no part taken out, alone."""
+    known_as: dict[int, list[str]] = {}
+    for name, parameter in module_tree.named_parameters(model, remove_duplicate=False):
+        known_as.setdefault(id(parameter), []).append(name)
+    merged = [("merge", m.path, m, m.targets) for m in plan.merge]
+    own = ("init", plan.init) if plan.path is None else ("path", plan.path)
+    for key, value, adapter, names in (*merged, (*own, plan, chosen if plan.init else ())):
+        for name in (name for name in names if name in layers):
+            layer: Any = layers[name]
+            rank, most = adapter.rank_of(name), min(features(layer) or (0, 0))
+            others = [n for n in known_as[id(layer.weight)] if n != f"{name}.weight"]
+            fix = f"set adapter.exclude=[{name}]"
+            if others:
+                expected = f"layers with a weight of their own: that of {name} is {others[0]}, too"
+            elif adapter.init and rank > most:
+                expected = f"ranks up to the {most} that {name} has, not {rank}"
+                fix = f"set adapter.ranks={{{name}: {most}}}"
+            elif adapter.path and adapter.init == "olora" and is_transposed(layer):
+                expected = f"no OLoRA on {name}, whose transpose PEFT decomposes"
+            else:
+                continue
+            fix = "merge it with PEFT, and name that directory in model.hf" if adapter.path else fix
+            yield _wrong(key, value, expected, fix)
 
 
 def _misshapen(model: nn.Module, plan: AdapterPlan) -> Iterator[Problem]:
@@ -426,12 +477,14 @@ def fill_(
     """Give the adapters their initial values: those in `plan.path`, or functions of seed and name.
 
     `shards` stores this rank's part of each whole value; what is in `given` gets its value later.
-    New adapters do not change the model's output at first: B is zero, magnitudes are those of W.
+    New adapters do not change the model's output at first: B is zero, magnitudes are those of W, or
+    what they begin with is taken out of W, which is read before.
     """
     stored = StoredTensors([Path(plan.path) / WEIGHTS]) if plan.path else None
     with torch.no_grad():
+        begun = _change_bases_(model, plan, shards=shards, given=given)
         for part in parts(model):
-            if part.name in given:
+            if part.name in given or part.name in begun:
                 continue
             if stored is not None:
                 whole = stored.rows(part.stored)
@@ -450,6 +503,45 @@ def fill_(
                 shards.write(own, whole) if is_parameter else own.copy_(whole)
 
 
+def _change_bases_(
+    model: nn.Module, plan: AdapterPlan, *, shards: Shards, given: Set[str]
+) -> set[str]:
+    """Write the weights that adapters leave of their layers' ones. All ranks must call.
+
+    Returns the names of the parts that began with what was taken out. A weight in `given` was
+    changed when that value was made.
+    """
+    begun: set[str] = set()
+    for name, change in base_changes(model, plan):
+        layer: Any = model.get_submodule(name)
+        if f"{name}.weight" in given:
+            continue
+        held = shards.read(layer.weight)
+        products = change.products(held)
+        shards.write(layer.weight, change.apply(held, products))
+        shards.release(layer.weight)
+        if plan.path is not None or not change.has_start:
+            continue
+        for role, whole in ((A, products[-1].a), (B, products[-1].b)):
+            part = f"{name}.{role}.weight"
+            begun.add(part)
+            if part not in given:
+                shards.write(layer.get_submodule(role).weight, whole)
+    return begun
+
+
+def base_changes(model: nn.Module, plan: AdapterPlan | None) -> Iterator[tuple[str, BaseChange]]:
+    """Layer → how its weight is changed before it is frozen, where it is."""
+    if plan is None:
+        return
+    layers = adapted(model)
+    merged = (name for plan in plan.merge for name in plan.targets)
+    for name in dict.fromkeys([*(layers if plan.init else ()), *merged]):
+        transposed = is_transposed(model.get_submodule(name))
+        is_adapted = name in layers
+        yield name, BaseChange(plan=plan, name=name, is_adapted=is_adapted, transposed=transposed)
+
+
 def _draw_(whole: Tensor, name: str, *, seed: int) -> None:
     """Draw values as nn.Linear draws them, but from the parameter's own generator."""
     generator = generator_of(name, seed=seed)
@@ -465,6 +557,21 @@ def _norms(part: AdapterPart, shards: Shards) -> Tensor:
         expected = f"weights without rows of zeros, whose norm divides ({layer} has one)"
         raise ConfigError([_wrong("name", "dora", expected, f"set adapter.exclude=[{layer}]")])
     return norms.to(part.parameter.dtype)
+
+
+def identities(plan: AdapterPlan) -> list[str]:
+    """A hash of the files of each adapter that is merged, which say what the weights became."""
+    return [_hash_of(str(merged.path)) for merged in plan.merge]
+
+
+@functools.cache
+def _hash_of(folder: str) -> str:
+    """Computed once per process, so that it is of the files with which a run started."""
+    digest = hashlib.sha256()
+    for name in (SETTINGS, WEIGHTS):
+        with (Path(folder) / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def merges(model: nn.Module) -> Iterator[Merge]:
@@ -522,24 +629,43 @@ def _merged_parameter(weight: Tensor, a: Tensor, b: Tensor, *, adapter: Paramete
 
 
 def peft_settings(
-    model: nn.Module, plan: AdapterPlan, *, base: str | None, task: str | None = "CAUSAL_LM"
+    model: nn.Module,
+    plan: AdapterPlan,
+    *,
+    base: str | None,
+    task: str | None = "CAUSAL_LM",
+    left_out: Container[str] = (),
 ) -> dict[str, Any]:
-    """The adapter_config.json of this model's adapters, as PEFT reads it."""
+    """The adapter_config.json of this model's adapters, as PEFT reads it.
+
+    Where the weights below them were changed, the changes are part of them (and of their ranks), so
+    that they go on the weights as they were, except for the layers in `left_out`.
+    """
     layers = adapted(model)
     held = [name for name, *_ in adapted_parameters(model)]
-    names = sorted([*layers, *held])
+    ranks = {name: plan.rank_of(name) for name in sorted([*layers, *held])}
+    alphas = {name: plan.alpha_of(name) for name in ranks}
+    rank, alpha = plan.rank, plan.alpha
+    changes = {name: c for name, c in base_changes(model, plan) if name not in left_out}
+    for name, change in changes.items():
+        ranks[name] = ranks.get(name, 0) + change.rank
+        alphas[name] = change.scale * (math.sqrt(ranks[name]) if plan.rslora else ranks[name])
+    if changes:
+        rank = Counter(ranks.values()).most_common(1)[0][0]
+        alpha = Counter(alphas.values()).most_common(1)[0][0]
+    names = sorted({*layers, *changes})
     return {
         "peft_type": "LORA",
         "task_type": task,
         "base_model_name_or_path": base,
-        "r": plan.rank,
-        "lora_alpha": plan.alpha,
-        "rank_pattern": _patterns(names, plan.rank_of, plan.rank),
-        "alpha_pattern": _patterns(names, plan.alpha_of, plan.alpha),
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": _patterns(ranks, rank),
+        "alpha_pattern": _patterns(alphas, alpha),
         "lora_dropout": plan.dropout,
-        "target_modules": sorted(layers),
+        "target_modules": names,
         "target_parameters": held or None,
-        "fan_in_fan_out": any(is_transposed(layer) for layer in layers.values()),
+        "fan_in_fan_out": any(is_transposed(model.get_submodule(name)) for name in names),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -548,11 +674,8 @@ def peft_settings(
     }
 
 
-def _patterns(
-    names: list[str], number_of: Callable[[str], float], usual: float
-) -> dict[str, float]:
+def _patterns(numbers: Mapping[str, float], usual: float) -> dict[str, float]:
     """Regular expression on a whole name → its number, where that is not the usual one."""
-    numbers = {name: number_of(name) for name in names}
     return {f"^{re.escape(name)}": n for name, n in numbers.items() if n != usual}
 
 

@@ -50,8 +50,10 @@ ALLOWED = {
     "model.tp_plan": TEXT,
     "model.adapter": TEXT,
     "model.adapter.path": NOTHING,
+    "model.adapter.merge": NOTHING,
     "adapter": TEXT,
     "adapter.path": NOTHING,
+    "adapter.merge": NOTHING,
     **{
         f"data.{key}": WORDS
         for key in (

@@ -111,11 +111,15 @@ class AdapterPlan:
     exclude: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     """Names of parameters that have an adapter of their own, or the ends of their names."""
+    init: Literal["pissa", "olora"] | None = None
+    """The part of each weight that the adapter began with, and that was taken out of it."""
     dropout: float = 0.0
     path: str | None = None
     """Directory in PEFT's format with the adapters' initial values."""
     modules: tuple[str, ...] = ()
     """Modules that train whole, from the values in `path`."""
+    merge: tuple[AdapterPlan, ...] = ()
+    """Adapters that are added to the weights as a run begins, one after the other."""
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether a key of `ranks` or `alphas`, or a glob on layers, is of the layer `name`."""

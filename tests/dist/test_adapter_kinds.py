@@ -29,37 +29,46 @@ DORA = (
 )
 EXPERTS = ("adapter.name=lora", "adapter.rank=2", "adapter.targets=[q_proj]")
 EXPERTS = (*EXPERTS, "adapter.parameters=[experts.gate_up_proj,experts.down_proj]")
-CASES: dict[str, tuple[str, ...]] = {"llama": DORA, "mixtral": EXPERTS}
+PISSA = ("adapter.name=lora", "adapter.rank=2", "adapter.targets=all-linear", "adapter.init=pissa")
+PISSA = (*PISSA, "adapter.ranks={'*mlp*':3}", "adapter.rslora=true")
+CASES = {"dora": ("llama", DORA), "experts": ("mixtral", EXPERTS), "pissa": ("llama", PISSA)}
+EMBEDDING = (*EXPERTS[:3], "adapter.parameters=[embed_tokens.weight]")
+CASES["embedding"] = ("llama", EMBEDDING)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_is_resumed_exported_both_ways_and_read_again(
-    kind: str,
+    case: str,
     colotrain: Colotrain,
     export: Export,  # noqa: F811
 ) -> None:
+    kind, own = CASES[case]
     sizes = {"num_local_experts": 3, "num_experts_per_tok": 2} if kind == "mixtral" else {}
     model = f"model.hf={hf.make_chat_directory(colotrain.cwd / 'base', kind, **sizes)}"
     two = ("plugin=zero3", "cluster.procs_per_node=2")
-    options = (*TUNE, model, *CASES[kind])
+    options = (*TUNE, model, *own)
     whole = colotrain.run(*options, *two, "train.max_steps=4", "name=whole")
     colotrain.run(*options, *two, "train.max_steps=2", "name=run")
     one = ("plugin=zero1", "cluster.procs_per_node=1", "train.max_steps=4")
     assert losses(colotrain.resume("run", *one)) == pytest.approx(losses(whole), abs=1e-5)
     assert checked(export, "run", "--to", "adapter", "--adapter")["format"] == "peft"
     checked(export, "run", "--to", "merged")
-    again = (f"adapter.name={CASES[kind][0].partition('=')[2]}", "adapter.path=adapter")
+    again = (own[0], "adapter.path=adapter")
     colotrain.run(*TUNE, model, *again, *two, "optim.lr=1e-12", "train.max_steps=1", "name=again")
     assert export("again", "--to", "merged-again").code == 0
     logits = [logits_of(colotrain.cwd / name) for name in ("merged", "merged-again")]
     assert (logits[0] - logits[1]).abs().max().item() < 1e-5
     assert (logits[0] - logits_of(colotrain.cwd / "base")).abs().max().item() > 1e-2
+    base = transformers.AutoModelForCausalLM.from_pretrained(colotrain.cwd / "base")
+    with_adapter = peft.PeftModel.from_pretrained(base, colotrain.cwd / "adapter").eval()
+    assert (logits[0] - logits_of(with_adapter)).abs().max().item() < 1e-5
 
 
-def logits_of(folder: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+def logits_of(model: Any) -> Any:
+    if isinstance(model, Path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     with torch.no_grad():
         return model(input_ids=torch.stack([row["input_ids"] for row in hf.samples(4)])).logits
 
@@ -152,9 +161,10 @@ def test_a_layer_that_is_like_a_used_one_and_was_not_called_is_no_error() -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["dora", "lora"])
-def test_every_plugin_trains_as_one_process(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = (f"adapter.name={name}", "adapter.targets=all-linear", "adapter.rank=2")
+@pytest.mark.parametrize("own", ["name=dora", "name=lora", "init=pissa"])
+def test_every_plugin_trains_as_one_process(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("adapter.name=lora", f"adapter.{own}", "adapter.targets=all-linear")
+    options = (*options, "adapter.rank=2")
     more = ("--world-sizes", "2", "--accumulation", "4", "--optimizer", "recipe", "--steps", "2")
     cases = verified(capsys, *more, "--freeze", "none", *options)
     assert {case["plugin"] for case in cases} >= {"zero1", "zero2", "zero3", "gemini"}

@@ -52,7 +52,7 @@ from colotrain.engine.state.shard_file import State
 from colotrain.engine.state.whole_copy import Copied
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.kinds import Note, Resumed
-from colotrain.models import huggingface
+from colotrain.models import adapters, huggingface
 from colotrain.records import to_plain
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.phases import Phase
@@ -342,6 +342,11 @@ def began_with(run: Run) -> dict[str, Any]:
     seed = None if model.hf else run.plan.train.seed
     settings = {"target": model.target, "args": model.args}
     settings |= {"quantize": model.quantize} if model.quantize else {}
+    if model.adapter is not None and model.adapter.init:
+        numbers = ("init", "rank", "alpha", "rslora", "ranks", "alphas")
+        settings["adapter"] = {name: getattr(model.adapter, name) for name in numbers}
+    if model.adapter is not None and model.adapter.merge:
+        settings["merged"] = adapters.identities(model.adapter)
     return to_plain({**settings, "files": files, "seed": seed})
 
 

@@ -30,7 +30,7 @@ from colotrain.engine.model.unchanged import unchanged
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
-from colotrain.models import huggingface
+from colotrain.models import adapters, huggingface
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import kept_of
 from colotrain.models.objectives.base import Kept
@@ -52,6 +52,7 @@ def _depends_on(plan: RunPlan, kept: Kept) -> dict[str, Any]:
     return {
         "model": to_plain(model),
         "directory": huggingface.fingerprint(Path(model.hf)) if model.hf else None,
+        "merged": adapters.identities(model.adapter) if model.adapter else [],
         "begins": begins,
         "settings": kept.settings,
         "data": [data, *identities(plan.data)],

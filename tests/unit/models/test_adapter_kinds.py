@@ -34,6 +34,11 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def tied() -> Any:
+    config = transformers.LlamaConfig(tie_word_embeddings=True, bos_token_id=0, **SIZES)
+    return transformers.LlamaForCausalLM(config)
+
+
 def gpt2() -> Any:
     no_dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
     sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0}
@@ -65,6 +70,14 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "dora-dropout": (llama, {**ALL, "use_dora": True, "lora_dropout": 0.3}),
     "dora-gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
     "modules": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "embedding": (
+        llama,
+        {"target_modules": ["q_proj"], "target_parameters": ["embed_tokens.weight"]},
+    ),
+    "embedding-tied": (
+        tied,
+        {"target_modules": ["q_proj"], "target_parameters": ["embed_tokens.weight"]},
+    ),
     "experts": (
         mixtral,
         {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "experts.down_proj"]},
@@ -156,7 +169,10 @@ def merge_(model: Any) -> None:
             merge.detach_()
 
 
-@pytest.mark.parametrize("case", ["ranks", "dora", "dora-gpt2", "experts-transposed"])
+WRITTEN = ["ranks", "dora", "dora-gpt2", "embedding-tied", "experts-transposed"]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
 def test_peft_reads_what_is_written_of_it(case: str, tmp_path: Path) -> None:
     theirs, ours, found = pair(case, tmp_path / "peft")
     out = tmp_path / "ours"
@@ -271,3 +287,14 @@ def test_names_that_mean_nothing_are_told(changes: dict[str, Any], line: str) ->
     with pytest.raises(ConfigError) as caught:
         build(llm(plan("*mlp*", **changes)), seed=0)
     assert any(line in text for text in caught.value.lines())
+
+
+def test_peft_adapters_of_an_embedding_are_refused_with_the_way_there_is(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
+    peft.get_peft_model(llama(), config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"it has .*lora_embedding_A.*merge_and_unload"):
+        read_peft(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"set adapter\.parameters=\[model\.embed_tokens\.weight\]"
+    ):
+        adapters.attach_(llama(), plan("embed_tokens"))

@@ -335,6 +335,7 @@ FOREIGN: dict[str, Any] = {
     "data.chat_template": "evil.jinja",
     "train.distill": {"teacher": "/etc"},
     "adapter.path": "/etc",
+    "adapter.merge": ["/etc"],
     "checkpoint.resume": "s3://elsewhere/run",
     "runs_dir": "s3://elsewhere/runs",
     "plugin.disk_path": "/home",
