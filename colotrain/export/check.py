@@ -57,7 +57,7 @@ from colotrain.export.source import CheckpointTensors
 from colotrain.export.stream import NAMES
 from colotrain.models.adapters import PREFIX, SETTINGS, WEIGHTS
 from colotrain.models.huggingface_images import joined_images
-from colotrain.models.quantized.layers import quantized_layers
+from colotrain.models.quantized.layers import packed_weights
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.objectives import (
@@ -242,10 +242,11 @@ def _ask(rundir: RunDir, plan: RunPlan, checkpoint: Path, folder: Path, kind: st
     request = _request(folder, kind) | call_of(plan.model)
     request["base"] = plan.model.hf
     if plan.model.quantize is not None and plan.model.hf is not None:
-        layers = sorted(quantized_layers(on_meta(plan.model)).items())
+        weights = sorted(packed_weights(on_meta(plan.model)).items())
         request["quantized"] = {
-            name: f"{layer.scheme.name} of {str(layer.whole_dtype).removeprefix('torch.')}"
-            for name, layer in layers
+            name.removesuffix(".weight"): f"{weight.scheme.name} of "
+            + str(weight.dtype).removeprefix("torch.")
+            for name, weight in weights
         }
     dtype = written_dtype(folder)
     request["dtype"] = str(dtype).removeprefix("torch.")

@@ -221,15 +221,21 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat
 
 
 def round_(base: Any, quantized: dict[str, str] | None) -> None:
-    """Give the layers whose weights the run held as packed blocks what these stand for.
+    """Give the weights that the run held as packed blocks what these stand for.
 
-    `quantized` names the scheme and the dtype of each layer's weight: `nf4 of bfloat16`.
+    `quantized` names the scheme and the dtype of each layer, or parameter with experts:
+    `nf4 of bfloat16`. Experts are packed as the layers that they are, one after another.
     """
     for name, how in (quantized or {}).items():
         scheme, _, dtype = how.partition(" of ")
-        weight, held = base.get_submodule(name).weight, DTYPES[dtype]
-        found = ROUNDED[scheme](weight.data.to(held).float())
-        weight.data = found.to(held).to(weight.dtype)
+        owner, _, key = name.rpartition(".")
+        module, held = base.get_submodule(owner), DTYPES[dtype]
+        is_stack = key in dict(module.named_parameters(recurse=False))
+        weight = getattr(module, key) if is_stack else getattr(module, key).weight
+        turned = is_stack and getattr(module, "is_transposed", False)
+        rows = (weight.data.mT if turned else weight.data).to(held).float()
+        found = ROUNDED[scheme](rows.reshape(-1, rows.shape[-1])).view(rows.shape).to(held)
+        weight.data = (found.mT if turned else found).contiguous().to(weight.dtype)
 
 
 def load_own(folder: Path, request: dict[str, Any], problems: list[str]) -> Any:

@@ -21,9 +21,10 @@ from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build_whole
 from colotrain.models.quantized.filling import packed_rows
-from colotrain.models.quantized.layers import SCALES, QuantizedLinear, quantized_layers
+from colotrain.models.quantized.layers import packed_weights, scales_of
 from colotrain.models.quantized.schemes import Packed
 from colotrain.models.quantized.stored import open_weights
+from colotrain.models.quantized.weights import PackedWeight
 from colotrain.models.stored import StoredTensors
 
 
@@ -52,25 +53,18 @@ def whole_entries(job: Job) -> list[Entry]:
 
 def _unpack_(entries: dict[str, Entry], model: nn.Module) -> None:
     """Put the weights that blocks stand for in place of the codes and scales of a checkpoint."""
-    for name, layer in quantized_layers(model).items():
-        if (scales := entries.pop(f"{name}.{SCALES}", None)) is not None:
-            codes = entries[f"{name}.weight"]
-            read = partial(_read_blocks, layer, codes, scales)
-            entries[f"{name}.weight"] = _weight_entry(name, layer, read)
+    for name, weight in packed_weights(model).items():
+        if (scales := entries.pop(scales_of(name), None)) is not None:
+            read = partial(_read_blocks, weight, entries[name], scales)
+            entries[name] = _weight_entry(name, weight, read)
 
 
-def _read_blocks(layer: QuantizedLinear, codes: Entry, scales: Entry) -> Tensor:
-    return _unpacked(layer, Packed(codes.read(), scales.read()))
+def _read_blocks(weight: PackedWeight, codes: Entry, scales: Entry) -> Tensor:
+    return weight.whole(packed=Packed(codes.read(), scales.read())).contiguous()
 
 
-def _unpacked(layer: QuantizedLinear, packed: Packed) -> Tensor:
-    sizes = layer.out_features, layer.in_features
-    return layer.scheme.unpacked(packed, *sizes, layer.whole_dtype)
-
-
-def _weight_entry(name: str, layer: QuantizedLinear, read: Callable[[], Tensor]) -> Entry:
-    shape = layer.out_features, layer.in_features
-    return Entry(name=f"{name}.weight", shape=shape, dtype=layer.whole_dtype, read=read)
+def _weight_entry(name: str, weight: PackedWeight, read: Callable[[], Tensor]) -> Entry:
+    return Entry(name=name, shape=weight.shape, dtype=weight.dtype, read=read)
 
 
 def _untie(job: Job, model: nn.Module, names: list[str]) -> None:
@@ -119,24 +113,24 @@ def initial_entries(job: Job, left_out: Collection[str]) -> dict[str, Entry]:
         found = sources_of(model).found
         dtypes = {n: p.dtype for n, p in module_tree.named_parameters(model)}
         drawn = huggingface.missing_values(model, plan, job.plan.train.seed)
-        packed = {n: m for n, m in quantized_layers(model).items() if f"{n}.weight" in left_out}
-        own = {f"{name}.{part}" for name in packed for part in ("weight", SCALES)}
+        packed = {n: weight for n, weight in packed_weights(model).items() if n in left_out}
+        own = {own for name in packed for own in (name, scales_of(name))}
         whole_names = [n for n in left_out if n in found and n not in own]
         read = {n: _stored_entry(n, stored, found[n], dtypes[n]) for n in whole_names}
-        for name, layer in packed.items():
-            weight = f"{name}.weight"
-            pack = partial(_packed_again, layer, stored, found[weight])
-            read[weight] = _weight_entry(name, layer, pack)
+        for name, weight in packed.items():
+            pack = partial(_packed_again, weight, stored, found[name])
+            read[name] = _weight_entry(name, weight, pack)
         return read | {n: _whole_entry(n, drawn[n]) for n in left_out if n in drawn}
     made = build_whole(replace(plan, adapter=None), seed=job.plan.train.seed)
     known = dict(made.named_parameters())
     return {n: _whole_entry(n, known[n].detach()) for n in left_out}
 
 
-def _packed_again(layer: QuantizedLinear, stored: StoredTensors, source: Source) -> Tensor:
-    """Return the weight that a layer computed with: of blocks made of the directory, as before."""
-    num = len(layer.packed.codes)
-    return _unpacked(layer, packed_rows(layer, stored, source, begin=0, num=num))
+def _packed_again(weight: PackedWeight, stored: StoredTensors, source: Source) -> Tensor:
+    """Return the weight that the run computed with: of blocks made of the directory, as before."""
+    num = len(weight.packed.codes)
+    packed = packed_rows(weight, stored, source, begin=0, num=num)
+    return weight.whole(packed=packed).contiguous()
 
 
 def _stored_entry(name: str, stored: StoredTensors, source: Source, dtype: torch.dtype) -> Entry:

@@ -246,16 +246,15 @@ def fill_(
     called, as it may set anything else.
     """
     shards = shards or WHOLE
-    packed = quantized_filling.names_in(model)
+    packed, packing = quantized_filling.names_in(model), quantized_filling.packing(model, shards)
     if plan.hf is not None:
         huggingface.fill_(model, plan, seed=seed, shards=shards, given=given | packed)
         quantized_filling.read_(model, plan, shards=shards, given=given)
     elif not _is_given(model, given):
         later = {part.name for part in adapters.parts(model)}
-        packing = quantized_filling.packing(model, shards)
         initialise_(model, seed=seed, shards=packing, later=later | packed)
     if plan.adapter is not None:
-        adapters.fill_(model, plan.adapter, seed=seed, shards=shards, given=given)
+        adapters.fill_(model, plan.adapter, seed=seed, shards=packing, given=given)
 
 
 def _is_given(model: nn.Module, given: Set[str]) -> bool:

@@ -96,8 +96,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "model.quantize",
         "adapter.name",
-        ("lora",),
-        "packed weights do not train, and DoRA's norms need whole ones",
+        ("lora", "dora"),
+        "packed weights do not train",
     ),
     Rule(
         "model.quantize",

@@ -57,9 +57,10 @@ class CommonModel:
     """For a model too large for every rank's host: make it without values, shard it, and have its
     method `init_weights()` set every parameter. False: it begins as `target` returns it."""
     quantize: Literal["nf4", "int8", "mxfp4"] | None = None
-    """Under adapters: frozen linear layers keep a few bits of each number of their weights, of
-    which they compute a weight whenever they need it: nf4 (4 bits, as in QLoRA), int8 (a scale
-    for each row) or mxfp4 (4-bit floats, a power of two for 32 of them); null: whole weights."""
+    """Under adapters: frozen linear layers and experts keep a few bits of each number of their
+    weights, of which they compute a weight whenever they need it: nf4 (4 bits, as in QLoRA), int8
+    (a scale for each row) or mxfp4 (4-bit floats, a power of two for 32 of them); null: whole
+    weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

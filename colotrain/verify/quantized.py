@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colotrain.models.facts import facts_of
 from colotrain.models.huggingface_match import missing_in
-from colotrain.models.quantized.layers import QuantizedLinear
+from colotrain.models.quantized.layers import packed_weights, scales_of
 
 BLOCKS_AT_ONCE = 1024
 NF4_BLOCK = 64
@@ -86,7 +86,7 @@ def _round_mxfp4(weight: Tensor) -> Tensor:
         exponents = torch.floor(torch.log2(largest)).clamp(-125, 129) - 2
         shares = block / 2.0**exponents
         nearest = preferred[(shares.abs()[:, :, None] - preferred).abs().argmin(2)]
-        whole = nearest * shares.sign() * 2.0**exponents
+        whole = torch.copysign(nearest, block) * 2.0**exponents  # a zero keeps its sign
         rounded[:, first : first + MXFP4_BLOCK] = whole.float()
     return rounded
 
@@ -168,7 +168,7 @@ def _dequantized_bitsandbytes(stored: dict[str, Tensor]) -> None:
 
 
 def round_(model: nn.Module, name: str) -> None:
-    """Round the weights of the linear layers that a run packs.
+    """Round the weights of the linear layers and experts that a run packs.
 
     They are those in the model's files, but for the head's and tied ones.
     """
@@ -184,20 +184,33 @@ def round_(model: nn.Module, name: str) -> None:
             owners = [n for n, p in known.items() if p is layer.weight]
             if len(owners) == 1 and owners[0] not in lacking:
                 layer.weight.copy_(ROUND[name](layer.weight.float()))
+        for full, stack in known.items():
+            owner = model.get_submodule(full.rpartition(".")[0])
+            is_stack = stack.ndim == 3 and len(stack) == getattr(owner, "num_experts", None)
+            if is_stack and full not in lacking and owner not in kept:
+                stack.copy_(_round_experts(stack, name, getattr(owner, "is_transposed", False)))
+
+
+def _round_experts(stack: Tensor, name: str, is_transposed: bool) -> Tensor:
+    """Round the experts' weights as those of linear layers, the rows of all one after another."""
+    rows = [expert.T if is_transposed else expert for expert in stack.float()]
+    rounded = ROUND[name](torch.cat(rows)).split([len(row) for row in rows])
+    return torch.stack([expert.T if is_transposed else expert for expert in rounded])
 
 
 def with_weights(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `values` of parameters by name, with weights in place of codes and scales."""
     found = dict(values)
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLinear) and f"{name}.weight" in found:
-            codes, scales = found[f"{name}.weight"], found.pop(f"{name}.absmax")
-            read, shape = READ[layer.scheme.name], (layer.out_features, layer.in_features)
-            found[f"{name}.weight"] = read(codes, scales, shape).to(layer.whole_dtype)
+    for name, weight in packed_weights(model).items():
+        if name in found:
+            codes, scales, shape = found[name], found.pop(scales_of(name)), weight.shape
+            inputs = shape[1] if weight.is_transposed else shape[-1]
+            rows = READ[weight.scheme.name](codes, scales, (math.prod(shape) // inputs, inputs))
+            stack = rows.view(*shape[:-2], -1, inputs)
+            found[name] = (stack.mT if weight.is_transposed else stack).to(weight.dtype)
     return found
 
 
 def without_scales(model: nn.Module, names: frozenset[str]) -> frozenset[str]:
     """Return names of parameters without those of scales, which one process does not have."""
-    layers = (name for name, m in model.named_modules() if isinstance(m, QuantizedLinear))
-    return names - {f"{name}.absmax" for name in layers}
+    return names - {scales_of(name) for name in packed_weights(model)}

@@ -19,6 +19,7 @@ LORA = ("model.quantize=nf4", "adapter.name=lora", "optim.lr=0.01")
 OF_LLM = (*SMALL, *LORA, "adapter.targets=[query,value,down]")
 OF_LLAMA = ("model.hf=model", *LORA, "adapter.targets=[q_proj,down_proj]", "data.corpus=stdlib")
 OF_LLAMA = (*OF_LLAMA, "data.tokenizer=bytes", "data.seq_len=32", "train.global_batch=8")
+LEVEL = "optim.schedule.name=constant"
 OF_LLAMA = (*OF_LLAMA, "train.micro_batch=2", "train.eval_steps=1", "cluster.procs_per_node=2")
 
 
@@ -64,16 +65,33 @@ def test_verify_and_exports_of_what_is_stored_quantized(colotrain: Colotrain, me
     result = colotrain("verify", *words, *options, "--steps", "2")
     assert result.code == 0, result.out + result.err
     assert 0.0 < max(case["max_abs_gradient"] for case in result.json["cases"]) < 1e-6
-    colotrain.run(*words, "plugin=zero3", "name=stored", "train.max_steps=2")
+    colotrain.run(*words, "plugin=zero3", "name=stored", "train.max_steps=2", LEVEL)
+    rest = losses(colotrain.resume("stored", "train.max_steps=4"))
+    assert rest == losses(
+        colotrain.run(*words, "plugin=zero3", "name=four", "train.max_steps=4", LEVEL)
+    )
     for flags in ((), ("--adapter",)):
-        result = colotrain("export", "stored", "--to", f"out{len(flags)}", *flags, "--check")
+        to = f"out{len(flags)}"
+        result = colotrain("export", "stored", "--to", to, *flags, "--check", "--json")
         assert result.code == 0, result.out + result.err
+    held = result.json["receipt"]["base_quantized"]
+    assert set(held.values()) == {f"{method} of float32"}
+    stacks = [name for name in held if name.endswith(("experts.down_proj", "experts.gate_up_proj"))]
+    assert len(stacks) == (4 if method == "mxfp4" else 0)
     assert "quantization_config" not in (colotrain.cwd / "out0" / "config.json").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [("train.precision=bf16",), ("train.precision=fp16",), ("mesh.cp=2",), ("mesh.pp=2",)]
+    "more",
+    [
+        ("train.precision=bf16",),
+        ("train.precision=fp16",),
+        ("mesh.cp=2",),
+        ("mesh.pp=2",),
+        ("adapter.name=dora",),
+        ("adapter.name=dora", "adapter.dropout=0.2", "train.activation_checkpointing=full"),
+    ],
 )
 def test_verify_passes_in_half_precision_and_with_other_axes(
     tuned: Colotrain, more: tuple[str, ...]
@@ -90,6 +108,39 @@ def test_a_wrong_scale_of_one_block_is_found_by_name(
     monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.scales_a_block_wrong")
     assert guarded(["verify", *OF_LLM, "--plugins", plugin, "--steps", "1"]) == 4
     assert "initial value of blocks.1.mlp.up.weight" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutant", "named"),
+    [
+        ("scales_an_experts_block_wrong", "initial value of model.layers.1.mlp.experts.down_proj"),
+        ("swaps_experts", "gradient of model.layers.0.self_attn.q_proj.lora_B.weight"),
+    ],
+)
+def test_wrong_experts_are_found_by_name(
+    tuned: Colotrain,
+    mutant: str,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tuned.cwd / "oss"
+    make_chat_directory(folder, "gpt_oss", **GPT_OSS)
+    store_quantized(folder, "mxfp4")
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    words = [*OF_LLAMA, f"model.hf={folder}", "model.quantize=mxfp4", "adapter.targets=[q_proj]"]
+    assert guarded(["verify", *words, "--plugins", "zero2", "--steps", "2"]) == 4
+    assert named in capsys.readouterr().err
+
+
+def test_dora_whose_scale_counts_twice_is_found_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.scales_dora_twice")
+    words = [*OF_LLM, "adapter.name=dora", "adapter.alpha=6"]
+    assert guarded(["verify", *words, "--plugins", "zero2", "--steps", "2"]) == 4
+    assert "gradient of blocks.0.attention.query.lora_" in capsys.readouterr().err
 
 
 def test_a_run_resumes_and_its_exports_are_what_was_trained(tuned: Colotrain) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain.models.adapter_kinds.low_rank import AdapterKind, product
-from colotrain.models.adapter_kinds.weights import whole_weight
+from colotrain.models.adapter_kinds.weights import base_product, weight_in_forward
 from colotrain.models.tensor_parallel import TensorShard
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -46,7 +45,8 @@ def _norms_of_sum(layer: Any) -> Tensor:
 
     Its square is ‖W‖² + 2s (WAᵀ)·B + s² (BAAᵀ)·B. Ranks that divide the inputs add their parts.
     """
-    weight, a, b = whole_weight(layer), layer.lora_A.weight, layer.lora_B.weight
+    a, b = layer.lora_A.weight, layer.lora_B.weight
+    weight = weight_in_forward(layer, a.dtype)
     squares = row_norms(weight).square()
     wide = squares.dtype
     through, between = (weight @ a.T).to(wide), a.to(wide) @ a.to(wide).T
@@ -65,7 +65,7 @@ def _add(layer: Any, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
     base = output if bias is None else output - bias
     if layer.lora_dropout.draws:
         x = layer.lora_dropout(x)
-        base = F.linear(x, whole_weight(layer))
+        base = base_product(layer, x)
     change = (factor - 1).to(output.dtype) * base
     return output + change + factor.to(output.dtype) * product(layer, x)
 

@@ -44,17 +44,35 @@ class ParameterAdapter(nn.Module):
             parameter, a, b, scale=self.scale, rank=self.rank, inputs_first=self.inputs_first
         )
 
+    def add_(self, experts: Tensor, first: int = 0) -> Tensor:
+        """Add the product to neighbouring experts, of which `first` is the first, and return them.
 
-def with_product(
-    parameter: Tensor, a: Tensor, b: Tensor, *, scale: float, rank: int, inputs_first: bool
-) -> Tensor:
-    """`parameter` plus the scaled product of A and B of each expert, in the parameter's dtype.
+        They are a copy that is nobody else's: no second one is made.
+        """
+        left, right = factors(
+            *(self.lora_A.weight, self.lora_B.weight),
+            rank=self.rank,
+            inputs_first=self.inputs_first,
+        )
+        part, dtype = slice(first, first + len(experts)), experts.dtype
+        return experts.baddbmm_(left[part].to(dtype), right[part].to(dtype), alpha=self.scale)
+
+
+def factors(a: Tensor, b: Tensor, *, rank: int, inputs_first: bool) -> tuple[Tensor, Tensor]:
+    """The matrices of each expert whose product has the shape of the parameter.
 
     A has the rows of the first expert first; B's columns go through the experts for each rank.
     """
     a = a.unflatten(0, (-1, rank))  # [experts, rank, inputs]
     b = b.unflatten(1, (rank, -1)).permute(2, 0, 1)  # [experts, outputs, rank]
-    left, right = (a.mT, b.mT) if inputs_first else (b, a)
+    return (a.mT, b.mT) if inputs_first else (b, a)
+
+
+def with_product(
+    parameter: Tensor, a: Tensor, b: Tensor, *, scale: float, rank: int, inputs_first: bool
+) -> Tensor:
+    """`parameter` plus the scaled product of A and B of each expert, in the parameter's dtype."""
+    left, right = factors(a, b, rank=rank, inputs_first=inputs_first)
     whole = parameter if parameter.ndim == 3 else parameter.unsqueeze(0)
     found = torch.baddbmm(whole, left.to(whole.dtype), right.to(whole.dtype), alpha=scale)
     return found if parameter.ndim == 3 else found.squeeze(0)
@@ -97,7 +115,9 @@ def _put_sums(module: nn.Module, inputs: Any) -> None:
         parameter = module._parameters[name]
         assert parameter is not None
         adapter.__dict__["kept"] = parameter  # no parameter of the adapter's own
-        module._parameters[name] = adapter.added(parameter)  # type: ignore[assignment]
+        is_copy = not isinstance(parameter, nn.Parameter)  # of packed blocks, for this forward
+        added = adapter.add_(parameter) if is_copy else adapter.added(parameter)
+        module._parameters[name] = added  # type: ignore[assignment]
 
 
 def _put_parameters(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,15 +1,14 @@
-"""Linear layers of which packed blocks are all that is kept.
+"""Linear layers of which packed blocks are all that is kept, and which parts of a model are packed.
 
 The weight exists while a forward or a backward of the layer computes with it, and at no other time.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +16,16 @@ from torch import Tensor, nn
 
 from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.models.adapter_kinds.weights import PackedLayer
 from colotrain.models.adapters import output_head, own_modules
 from colotrain.models.facts import facts_of
+from colotrain.models.quantized import experts
+from colotrain.models.quantized.experts import expert_stacks, stacks_of
 from colotrain.models.quantized.schemes import SCHEMES, Packed, Scheme
-
-SCALES = "absmax"
-"""Name of the parameter with the scales, beside `weight`, which has the codes."""
+from colotrain.models.quantized.weights import PackedWeight, scales_key
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(PackedLayer, nn.Linear):
     """A linear layer with packed blocks of a frozen weight."""
 
     scheme: Scheme
@@ -34,8 +34,14 @@ class QuantizedLinear(nn.Linear):
     """Dtype of the weight before it was packed."""
 
     @property
-    def packed(self) -> Packed:
-        return Packed(self.weight, self.absmax)
+    def packed_weight(self) -> PackedWeight:
+        return PackedWeight(
+            module=self,
+            key="weight",
+            scheme=self.scheme,
+            shape=(self.out_features, self.in_features),
+            dtype=self.whole_dtype,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.is_floating_point():
@@ -46,12 +52,16 @@ class QuantizedLinear(nn.Linear):
                 "casts its inputs to the dtype of the layer's weight",
                 "set model.quantize=null",
             )
-        found: Tensor = PackedProduct.apply(x, *self.packed, self.bias, self)
-        return found
+        return self.product(x, self.bias)
 
-    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight that the blocks stand for."""
-        return unpacked(self, self.packed, dtype or self.whole_dtype)
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        return self.packed_weight.whole(dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product of `x` and the weight, of which nothing is kept for backward."""
+        weight = self.packed_weight
+        found: Tensor = PackedProduct.apply(x, *weight.packed, bias, weight)
+        return found
 
 
 class PackedProduct(torch.autograd.Function):
@@ -59,80 +69,63 @@ class PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, layer: Any
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, weight: Any
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.layer, ctx.dtype = layer, x.dtype
-        return F.linear(x, unpacked(layer, Packed(codes, scales), x.dtype), bias)
+        ctx.weight, ctx.dtype = weight, x.dtype
+        return F.linear(x, weight.whole(x.dtype, Packed(codes, scales)), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), packed = grads, Packed(*ctx.saved_tensors)
         of_x = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = (grad @ unpacked(ctx.layer, packed, grad.dtype)).to(ctx.dtype)
+            of_x = (grad @ ctx.weight.whole(grad.dtype, packed)).to(ctx.dtype)
         if ctx.needs_input_grad[3]:
             of_bias = grad.flatten(0, -2).sum(0)
         return of_x, None, None, of_bias, None
 
 
-def unpacked(layer: QuantizedLinear, packed: Packed, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a layer, by bitsandbytes' kernel where it is installed, on CUDA."""
-    kernel = kernel_of(layer.scheme.name) if packed.codes.is_cuda else None
-    if kernel is not None:
-        return kernel(packed, (layer.out_features, layer.in_features), dtype)
-    return layer.scheme.unpacked(packed, layer.out_features, layer.in_features, dtype)
-
-
-@functools.cache
-def kernel_of(scheme: str) -> Any:
-    """Return bitsandbytes' function that unpacks the scheme's blocks; None where there is none."""
-    if scheme != "nf4" or importlib.util.find_spec("bitsandbytes") is None:
-        return None
-    return unpack_by_bitsandbytes
-
-
-def unpack_by_bitsandbytes(packed: Packed, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Unpack nf4 blocks by bitsandbytes, which has no bytes for what fills the last block up."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    numel = shape[0] * shape[1]
-    absmax = packed.scales.view(torch.float32).view(-1)
-    state = QuantState(absmax, shape=torch.Size(shape), blocksize=64, quant_type="nf4", dtype=dtype)
-    found: Tensor = dequantize_4bit(packed.codes.view(-1)[: -(-numel // 2)].view(-1, 1), state)
-    return found
-
-
 def quantize_(model: nn.Module, name: str) -> None:
-    """Let the frozen linear layers of `model` hold blocks, whose values come later.
+    """Let the frozen linear layers and experts of `model` hold blocks, whose values come later.
 
     Output head, tied layers and the last module keep their weights, as in bitsandbytes. Raises
-    `ConfigError` where no layer is left.
+    `ConfigError` where nothing is left.
     """
     scheme = SCHEMES[name]
     chosen = [*quantizable(model)]
     if not chosen:
         expected = "a model with linear layers beside its head, whose weights are frozen"
         raise ConfigError([Problem(key="model.quantize", value=name, expected=expected)])
-    for _, layer in chosen:
-        weight, made = layer.weight, cast(Any, layer)
-        codes, scales = (
-            nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=weight.device), False)
-            for shape in scheme.shapes(layer.out_features, layer.in_features)
+    for module, key in chosen:
+        parameter = module._parameters[key]
+        weight = PackedWeight(
+            module=module,
+            key=key,
+            scheme=scheme,
+            shape=tuple(parameter.shape),
+            is_transposed=parameter.ndim == 3 and bool(getattr(module, "is_transposed", False)),
+            dtype=parameter.dtype,
         )
-        made.__class__, made.scheme, made.whole_dtype = QuantizedLinear, scheme, weight.dtype
-        made.weight, made.absmax = codes, scales
+        if parameter.ndim == 3:
+            experts.hold_blocks_(weight)
+        else:
+            weight.hold_blocks_()
+            module.__class__, module.scheme = QuantizedLinear, scheme
+            module.whole_dtype = weight.dtype
 
 
-def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers that `quantize_` packs, by name."""
+def quantizable(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield module and name of each parameter that `quantize_` packs."""
     kept, sources = _kept_whole(model), facts_of(model).sources
     for name, module in own_modules(model):
-        if type(module) is not nn.Linear or id(module.weight) in kept:
-            continue
-        is_stored = sources is None or f"{name}.weight" in sources.found
-        if is_stored and module.weight.numel() and not module.weight.requires_grad:
-            yield name, module
+        is_linear = type(module) is nn.Linear
+        own = [("weight", module.weight)] if is_linear else [*expert_stacks(module)]
+        for key, parameter in own:
+            is_stored = sources is None or f"{name}.{key}" in sources.found
+            is_frozen = parameter.numel() > 0 and not parameter.requires_grad
+            if is_stored and is_frozen and id(parameter) not in kept:
+                yield module, key
 
 
 def _kept_whole(model: Any) -> set[int]:
@@ -151,25 +144,38 @@ def _head(model: Any) -> Iterator[nn.Parameter]:
         yield from module_tree.parameters(head)
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the layers that hold blocks, by name."""
-    named = module_tree.named_modules(model)
-    return {name: layer for name, layer in named if isinstance(layer, QuantizedLinear)}
+def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
+    """Return what is held as blocks, by the names of the parameters."""
+    found = {}
+    for name, module in module_tree.named_modules(model):
+        if isinstance(module, QuantizedLinear):
+            found[f"{name}.weight"] = module.packed_weight
+        for key, weight in stacks_of(module).items():
+            found[f"{name}.{key}"] = weight
+    return found
+
+
+def scales_of(name: str) -> str:
+    """Return the name of the scales of a parameter that is held as blocks."""
+    module, _, key = name.rpartition(".")
+    return f"{module}.{scales_key(key)}"
 
 
 def num_weights(model: nn.Module) -> dict[int, int]:
-    """Return the id of each parameter of packed layers → the model's numbers that it stands for."""
+    """Return the id of each parameter of blocks → the model's numbers that it stands for."""
     found = {}
-    for layer in quantized_layers(model).values():
-        found[id(layer.weight)] = layer.out_features * layer.in_features
-        found[id(layer.absmax)] = 0
+    for weight in packed_weights(model).values():
+        codes, scales = weight.packed
+        found[id(codes)], found[id(scales)] = math.prod(weight.shape), 0
     return found
 
 
 def dequantize_(model: nn.Module) -> None:
-    """Give packed layers of a whole model the weights that their blocks stand for."""
-    for layer in quantized_layers(model).values():
-        plain: Any = layer
-        weight = layer.whole()
-        del plain.absmax
-        plain.__class__, plain.weight = nn.Linear, nn.Parameter(weight, requires_grad=False)
+    """Give a whole model the weights that its blocks stand for."""
+    for module in [*module_tree.modules(model)]:
+        if stacks_of(module):
+            experts.hold_whole_(module)
+        if isinstance(module, QuantizedLinear):
+            plain: Any = module
+            module.packed_weight.hold_whole_()
+            plain.__class__ = nn.Linear

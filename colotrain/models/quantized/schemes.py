@@ -96,14 +96,20 @@ class Scheme:
         self, packed: Packed, outputs: int, inputs: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Return the weight [outputs, inputs]; each number is rounded from float32 to `dtype`."""
-        block, width = self.block_of(inputs), self.width_of(inputs)
+        width = self.width_of(inputs)
+        numbers = self.numbers_of(packed, dtype)[: outputs * width]
+        return numbers.view(outputs, width)[:, :inputs].contiguous()
+
+    def numbers_of(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of blocks in one line, with those that fill rows and blocks up."""
+        block = 8 * packed.codes.shape[1] // self.code_bits
         each = max(CHUNK_NUMEL // block, 1)
         found = packed.codes.new_empty((len(packed.codes), block), dtype=dtype)
         # without values one chunk shows what all of them allocate
         for at in range(0, each if found.is_meta else len(found), each):
             part = Packed(*(tensor[at : at + each] for tensor in packed))
             found[at : at + each] = self.unpack(part)
-        return found.view(-1)[: outputs * width].view(outputs, width)[:, :inputs].contiguous()
+        return found.view(-1)
 
 
 def _bytes(scales: Tensor) -> Tensor:

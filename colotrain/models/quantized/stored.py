@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from colotrain.errors import ColotrainError
-from colotrain.models.quantized.schemes import SCHEMES, Packed
+from colotrain.models.huggingface_files import Source, Stored
+from colotrain.models.quantized.schemes import SCHEMES, Packed, Scheme
 from colotrain.models.stored import FLOATING, StoredTensors, weight_files
 from colotrain.rundir import read_json
 
@@ -59,13 +60,17 @@ class Mxfp4Experts:
     def names(self) -> set[str]:
         return {self.name + BLOCKS, self.name + SCALES}
 
-    def rows(self, files: StoredTensors, start: int, count: int) -> Tensor:
+    def blocks(self, files: StoredTensors, start: int, count: int) -> Packed:
+        """Return the blocks of `count` experts from `start` on, row by row of their outputs."""
         codes, scales = (files.rows(self.name + end, start, count) for end in (BLOCKS, SCALES))
-        packed = Packed(codes.flatten(0, 2), scales.reshape(-1, 1))
+        return Packed(codes.flatten(0, 2), scales.reshape(-1, 1))
+
+    def rows(self, files: StoredTensors, start: int, count: int) -> Tensor:
         _, inputs, outputs = self.shape
+        packed = self.blocks(files, start, count)
         # bfloat16 has every product of such a float and power
-        found = SCHEMES["mxfp4"].unpacked(packed, len(codes) * outputs, inputs, torch.bfloat16)
-        return found.view(len(codes), outputs, inputs).mT
+        found = SCHEMES["mxfp4"].unpacked(packed, count * outputs, inputs, torch.bfloat16)
+        return found.view(count, outputs, inputs).mT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +247,18 @@ class DequantizedTensors(StoredTensors):
         found = self._quantized[name]
         left = found.shape[0] - start
         return found.rows(self._raw, start, left if count is None else min(count, left))
+
+
+def blocks_as_stored(
+    files: StoredTensors, source: Source, scheme: Scheme, start: int, count: int
+) -> Packed | None:
+    """Return blocks of a scheme that the files have for `count` experts; None where they differ."""
+    if not isinstance(files, DequantizedTensors) or not isinstance(source, Stored):
+        return None
+    found = files._quantized.get(source.name)
+    if not isinstance(found, Mxfp4Experts) or scheme.name != "mxfp4":
+        return None
+    return found.blocks(files._raw, start, count)
 
 
 def open_weights(folder: Path) -> StoredTensors:

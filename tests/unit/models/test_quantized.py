@@ -19,7 +19,7 @@ from colotrain.models import adapters
 from colotrain.models.adapters import features
 from colotrain.models.loading import build, build_whole
 from colotrain.models.quantized.filling import packed_rows
-from colotrain.models.quantized.layers import dequantize_, quantized_layers
+from colotrain.models.quantized.layers import dequantize_, packed_weights
 from colotrain.models.quantized.schemes import E2M1, SCHEMES, Packed
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import AdapterPlan, FreezePlan, ModelPlan
@@ -59,7 +59,8 @@ def llm(scheme: str | None = "nf4", **changes: Any) -> ModelPlan:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: layer.whole() for name, layer in quantized_layers(model).items()}
+    found = packed_weights(model).items()
+    return {name.removesuffix(".weight"): weight.whole() for name, weight in found}
 
 
 def test_blocks_are_those_of_bitsandbytes() -> None:
@@ -87,13 +88,13 @@ def test_three_ways_to_read_a_weight_agree(name: str, shape: tuple[int, int]) ->
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_ranks_blocks_are_those_of_the_whole_weight(name: str, tmp_path: Path) -> None:
     model = build(llm(name, d_model=24, d_hidden=37), seed=0)
-    layer = quantized_layers(model)["blocks.0.mlp.up"]
-    weight = torch.randn(layer.out_features, layer.in_features)
+    held = packed_weights(model)["blocks.0.mlp.up.weight"]
+    weight = torch.randn(held.shape)
     source: Any = _Rows(weight)
     whole = packed_whole(name, weight)
     for begin in range(0, len(whole.codes), 5):
         num = min(5, len(whole.codes) - begin)
-        own = packed_rows(layer, source, source, begin=begin, num=num)
+        own = packed_rows(held, source, source, begin=begin, num=num)
         for found, wanted in zip(own, whole, strict=True):
             assert torch.equal(found, wanted[begin : begin + num])
     assert source.most < len(weight)
@@ -113,11 +114,12 @@ class _Rows:
 def test_the_head_tied_layers_and_adapters_keep_their_weights() -> None:
     own = {f"attention.{name}" for name in ("query", "key", "value", "output")}
     own |= {f"mlp.{name}" for name in ("gate", "up", "down")}
-    wanted = {f"blocks.{index}.{name}" for index in range(2) for name in own}
+    wanted = {f"blocks.{index}.{name}.weight" for index in range(2) for name in own}
     for ties in (False, True):
         model = build(llm(tie_embeddings=ties), seed=0)
-        assert quantized_layers(model).keys() == wanted
-        assert all(features(layer) is not None for layer in quantized_layers(model).values())
+        found = packed_weights(model)
+        assert found.keys() == wanted
+        assert all(features(weight.module) is not None for weight in found.values())
 
 
 def test_gradients_are_those_of_a_plain_layer_and_no_weight_is_kept_for_them() -> None:
@@ -202,7 +204,7 @@ def test_layers_that_the_files_lack_stay_whole_and_get_no_adapter(tmp_path: Path
 
 
 def test_a_layer_whose_model_casts_inputs_to_its_weights_dtype_is_refused() -> None:
-    layer = quantized_layers(build_whole(llm(), seed=0))["blocks.0.mlp.up"]
+    layer = packed_weights(build_whole(llm(), seed=0))["blocks.0.mlp.up.weight"].module
     with pytest.raises(Exception, match=r"model\.quantize=nf4: a layer gets torch\.uint8"):
         layer(torch.ones(1, 24).to(layer.weight.dtype))
 
@@ -241,3 +243,41 @@ def test_scales_of_bytes_survive_any_cast() -> None:
     assert {tensor.dtype for tensor in packed} == {torch.uint8}
     rounded = SCHEMES["nf4"].unpacked(packed, 10, 15, torch.bfloat16)
     assert torch.equal(rounded, SCHEMES["nf4"].unpacked(packed, 10, 15).bfloat16())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_dora_on_packed_layers_is_pefts_on_what_the_blocks_stand_for(dropout: float) -> None:
+    """Initial magnitudes, outputs and gradients by PEFT's own module, in float64."""
+    dora = pytest.importorskip("peft.tuners.lora.dora")
+    adapter = replace(LORA, name="dora", dropout=dropout)
+    weight = packed_weights(build_whole(llm(adapter=adapter), seed=0))["blocks.0.mlp.down.weight"]
+    layer, whole = weight.module, weight.whole(torch.float64)
+    peft = dora.DoraLinearLayer(fan_in_fan_out=False)
+    base = nn.Linear(40, 24, bias=False, dtype=torch.float64)
+    base.weight = nn.Parameter(whole, requires_grad=False)
+    zeros = torch.zeros(24, 3, dtype=torch.float64)
+    a = layer.lora_A.weight.detach().double()
+    peft.update_layer(base_layer=base, lora_A=a, lora_B=zeros, scaling=2.0)
+    torch.testing.assert_close(layer.lora_magnitude_vector.weight.double(), peft.weight)
+    for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
+        part.double()
+        nn.init.normal_(part.weight)
+    own = [part.weight for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)]
+    x = torch.randn(5, 40, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(4)
+    found = layer(x)
+    factors = torch.randn(found.shape, dtype=torch.float64)
+    gradients = torch.autograd.grad((found * factors).sum(), [x, *own])
+    peft.weight.data.copy_(own[2])
+    linears = [nn.Linear(*reversed(w.shape), bias=False, dtype=torch.float64) for w in own[:2]]
+    for linear, value in zip(linears, own, strict=False):
+        linear.weight.data.copy_(value)
+    torch.manual_seed(4)
+    dropped = layer.lora_dropout(x)
+    parts = {"lora_A": linears[0], "lora_B": linears[1], "scaling": 2.0, "base_layer": base}
+    known = None if dropout else base(x)
+    wanted = base(x) + peft(dropped, **parts, base_result=known)
+    of_parts = [linears[0].weight, linears[1].weight, peft.weight]
+    wanted_gradients = torch.autograd.grad((wanted * factors).sum(), [x, *of_parts])
+    for one, other in zip((found, *gradients), (wanted, *wanted_gradients), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.export.reader import dequantized
 from colotrain.models.loading import build_whole
-from colotrain.models.quantized.layers import dequantize_, quantized_layers
+from colotrain.models.quantized.layers import packed_weights
 from colotrain.models.quantized.stored import FORMATS, open_weights
 from colotrain.models.stored import StoredTensors
 from colotrain.spec.plan import AdapterPlan, ModelPlan
@@ -119,12 +118,12 @@ def test_blocks_packed_again_are_those_that_are_stored(tmp_path: Path) -> None:
         stored[name][::32] |= 15
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     plan = ModelPlan(target="", hf=str(folder), adapter=LORA, quantize="nf4")
-    layers = quantized_layers(build_whole(plan, seed=0))
-    assert layers
-    for name, layer in layers.items():
-        codes = stored[f"{name}.weight"].flatten()
-        assert torch.equal(layer.weight.flatten()[: len(codes)], codes), name
-        assert torch.equal(layer.whole(), open_weights(folder).rows(f"{name}.weight")), name
+    weights = packed_weights(build_whole(plan, seed=0))
+    assert weights
+    for name, weight in weights.items():
+        codes = stored[name].flatten()
+        assert torch.equal(weight.packed.codes.flatten()[: len(codes)], codes), name
+        assert torch.equal(weight.whole(), open_weights(folder).rows(name)), name
 
 
 def test_other_methods_are_refused_by_name(tmp_path: Path) -> None:
@@ -170,26 +169,3 @@ def test_what_is_no_such_tensor_is_refused_by_its_name(change: str, tmp_path: Pa
     save_file(stored, path, metadata={"format": "pt"})
     with pytest.raises(ColotrainError, match=r"layers\.0\.mlp\.up_proj.*expected"):
         parameters(folder)
-
-
-def test_experts_have_adapters_beside_packed_layers(tmp_path: Path) -> None:
-    adapter = replace(LORA, parameters=("gate_up_proj", "down_proj"))
-    folder = str(gpt_oss(tmp_path / "model"))
-    plan = ModelPlan(target="", hf=folder, adapter=adapter, quantize="mxfp4")
-    packed, plain = (build_whole(plan, seed=0) for _ in range(2))
-    assert all(".self_attn." in name for name in quantized_layers(packed))
-    dequantize_(plain)
-    ids = torch.arange(16).view(2, 8)
-    gradients = []
-    for model in (packed, plain):
-        draws = torch.Generator().manual_seed(1)
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        for parameter in trained.values():
-            nn.init.normal_(parameter, std=0.1, generator=draws)
-        model(input_ids=ids, labels=ids)[0].backward()
-        gradients.append({name: p.grad for name, p in trained.items()})
-    assert sum("lora_of_" in name for name in gradients[0]) == 8
-    for name, gradient in gradients[0].items():
-        assert gradient is not None
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, gradients[1][name])
