@@ -12,6 +12,7 @@ from torch import Tensor
 
 from colotrain.engine.step.evaluation import RESERVED
 from colotrain.records import same_fields
+from colotrain.spec.objectives import EmbedPlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS, Precision
@@ -44,14 +45,16 @@ FLIPS = 1e-3
 class Tolerance:
     """Largest differences allowed between a plugin and the reference.
 
-    The limit of a loss is relative to the loss, or to 1 if that is more; that of a gradient to the
-    largest value among all gradients of the step, and much smaller where the gradient itself is
-    small, so that a vanished gradient is noticed. The limit of a parameter is absolute in fp32, and
+    The limit of a loss is relative to the loss, or to `terms` if that is more; that of a gradient
+    to the largest value among all gradients of the step, and much smaller where the gradient itself
+    is small, so that a vanished gradient is noticed. The limit of a parameter is absolute in fp32, and
     in half precision relative to the largest change since the beginning. Twice the rounding error
     of plain torch is always allowed: AdamW turns a gradient of mere rounding into a whole step.
     """
 
     loss: float = 1e-6
+    terms: float = 1.0
+    """Size of the numbers whose difference the loss is, and which are rounded."""
     gradient: float = 1e-6
     parameter: float = 1e-6
     parameter_floor: float = 1.0
@@ -129,6 +132,8 @@ def compare(
         tolerance = Tolerance.explained_by(plan.train.precision, dtypes, reference.computed_in)
     if optimizer_of(plan.optim.name).blocks is not None:
         tolerance = replace(tolerance, flips=FLIPS)
+    if isinstance(plan.model.objective, EmbedPlan):
+        tolerance = replace(tolerance, terms=plan.model.objective.scale)
     check = _Check(reference, found, step_size=plan.optim.lr)
     check.parameters(0, tolerance)
     for step in range(len(reference.losses)):
@@ -204,7 +209,7 @@ class _Check:
     def _value(
         self, what: str, wanted: float, found: float, tolerance: Tolerance, *, why: str = ""
     ) -> None:
-        if not abs(found - wanted) <= tolerance.loss * max(1.0, abs(wanted)):
+        if not abs(found - wanted) <= tolerance.loss * max(tolerance.terms, abs(wanted)):
             self.differs(f"{what}: {found:.9g}, reference {wanted:.9g}{why}")
 
     def gradients(self, step: int, tolerance: Tolerance) -> None:
