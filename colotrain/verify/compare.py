@@ -47,9 +47,10 @@ class Tolerance:
 
     The limit of a loss is relative to the loss, or to `terms` if that is more; that of a gradient
     to the largest value among all gradients of the step, and much smaller where the gradient itself
-    is small, so that a vanished gradient is noticed. The limit of a parameter is absolute in fp32, and
-    in half precision relative to the largest change since the beginning. Twice the rounding error
-    of plain torch is always allowed: AdamW turns a gradient of mere rounding into a whole step.
+    is small, so that a vanished gradient is noticed. The limit of a parameter is absolute in fp32,
+    and in half precision relative to the largest change since the beginning. Twice the rounding
+    error of plain torch is always allowed: AdamW turns a gradient of mere rounding into a whole
+    step.
     """
 
     loss: float = 1e-6
