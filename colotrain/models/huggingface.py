@@ -53,7 +53,7 @@ from colotrain.models.huggingface_task import (
     is_in,
     task_of,
 )
-from colotrain.models.huggingface_tensors import allow_parts_
+from colotrain.models.huggingface_tensors import allow_parts_, has_verified_parts
 from colotrain.models.quantized.stored import FORMATS, method_of, open_weights
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.offline import offline
@@ -95,7 +95,8 @@ def build(
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     facts_of(model).task = task
-    allow_parts_(model, config)
+    if predicts_next(model) or has_verified_parts(model, config):
+        allow_parts_(model, config)
     if predicts_next(model):
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)

@@ -51,6 +51,14 @@ def allow_parts_(model: nn.Module, config: Any) -> None:
     setattr(model, DIVISIONS, how)
 
 
+def has_verified_parts(model: nn.Module, config: Any) -> bool:
+    """Whether a model is of a type that may train with `mesh.tp`, with any head or none.
+
+    Others may have a plan of the user's (`mesh.tp_plan`).
+    """
+    return config.model_type in VERIFIED and bool(_own_plan(model))
+
+
 def divisions_of(model: nn.Module, config: Any) -> Divisions:
     """Return how the configuration's plan divides the layers, and the loss its vocabulary."""
     dropout = getattr(config, "attention_dropout", 0.0)

@@ -151,6 +151,12 @@ RULES: tuple[Rule, ...] = (
         "the reference is the model as the run begins",
         "export that checkpoint (`colotrain export`), and name the directory in model.hf",
     ),
+    Rule(
+        "train.objective=reward,classify,classify_tokens,embed",
+        "mesh.sequence_parallel",
+        (False,),
+        "tokens are divided where the vocabulary of the output is",
+    ),
     *rules(EMBED, OWN, "the objective has its own"),
     Rule(EMBED, "model.target", (None,), "", "name a directory of an encoder or decoder: model.hf"),
     Rule(EMBED, "train.compile", (False,), "dropout must drop the same with and without gradients"),

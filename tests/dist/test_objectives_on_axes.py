@@ -6,6 +6,7 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "reward": PAIR,
     "kto": ("prompt", "completion", "label"),
     "classify": ("text", "label"),
+    "classify_tokens": ("tokens", "labels"),
     "embed": ("query", "positive"),
 }
 OF_BYTES = {"vocab_size": 256, "max_position_embeddings": 64}
@@ -55,10 +57,15 @@ def write_records(path: Path, fields: tuple[str, ...]) -> None:
     def text() -> str:
         return "".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 16)))
 
-    records = [
-        {field: draw.random() < 0.5 if field == "label" else text() for field in fields}
-        for _ in range(48)
-    ]
+    def value(field: str, words: int) -> Any:
+        if field == "label":
+            return draw.random() < 0.5
+        if field == "labels":
+            return draw.choices(("O", "B", "I"), k=words)
+        return [text() for _ in range(words)] if field == "tokens" else text()
+
+    lengths = [draw.randint(1, 4) for _ in range(64)]
+    records = [{field: value(field, words) for field in fields} for words in lengths]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -90,6 +97,33 @@ def test_verify_passes_where_two_ranks_divide_each_matrix(
     result = colotrain("verify", *settings, *options, "--freeze", "none", "--steps", "2", "--json")
     assert result.code == 0, result.out + result.err
     assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["kto", "embed", "dpo"])
+def test_verify_passes_where_two_pairs_of_ranks_divide_samples(
+    objective: str, colotrain: Colotrain
+) -> None:
+    settings = settings_of(objective, colotrain.cwd)
+    options = ("--tp", "2", "--world-sizes", "4", "--plugins", "zero2", "--accumulation", "2")
+    result = colotrain("verify", *settings, *options, "--freeze", "none", "--steps", "2", "--json")
+    assert result.code == 0, result.out + result.err
+
+
+def test_a_model_without_a_known_plan_takes_the_users(colotrain: Colotrain) -> None:
+    made = make_embedder(colotrain.cwd / "model", "bert")
+    config = json.loads((made / "config.json").read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    (made / "config.json").write_text(json.dumps(config))
+    write_records(colotrain.cwd / "records.jsonl", FIELDS["classify"])
+    data = ("data.path=records.jsonl", "data.seq_len=32", "train.objective=classify")
+    layer = "bert.encoder.layer.*"
+    styles = f"{layer}.intermediate.dense: colwise, {layer}.output.dense: rowwise"
+    options = ("mesh.tp=2", "cluster.procs_per_node=2", "train.global_batch=4")
+    words = (f"model.hf={made}", *data, *options)
+    assert "cannot divide its matrices" in colotrain("plan", *words).err
+    plan = colotrain("plan", *words, f"mesh.tp_plan={{{styles}}}", "--json")
+    assert plan.code == 0, plan.err
 
 
 @pytest.mark.slow
