@@ -17,7 +17,7 @@ from colotrain.export.job import Job, converted, on_meta
 from colotrain.export.prompting import complete_prompting
 from colotrain.export.stream import Entry, write_file
 from colotrain.export.tokenizer import write_run_tokenizer
-from colotrain.export.values import base_entries, initial_entries
+from colotrain.export.values import base_entries, initial_entries, refuse_other_bases
 from colotrain.models import adapters, huggingface
 from colotrain.models.adapter_kinds.bases import BaseChange, Product
 
@@ -91,6 +91,7 @@ def _with_products(job: Job, model: nn.Module, modules: Sequence[str]) -> dict[s
     }
     if not changes:
         return {}
+    refuse_other_bases(job)
     if job.dtype is not None and job.dtype.itemsize < 4:
         raise UsageError(
             f"--dtype {job.choice.dtype}: what was added to the weights before training is in the "
@@ -103,6 +104,13 @@ def _with_products(job: Job, model: nn.Module, modules: Sequence[str]) -> dict[s
             MERGE,
         )
     weights = initial_entries(job, [f"{name}.weight" for name in changes])
+    if rounded := next((w.dtype for w in weights.values() if w.dtype.itemsize < 4), None):
+        kind = str(rounded).removeprefix("torch.")
+        raise UsageError(
+            f"--adapter: weights in {kind} were rounded when adapter.merge or adapter.init changed "
+            "them, which no adapter can hold",
+            f"{MERGE}; in runs with model.args.dtype=float32 an adapter is the same",
+        )
     found: dict[str, Entry] = {}
     for name, change in changes.items():
         weight = weights[f"{name}.weight"]

@@ -27,6 +27,7 @@ class CheckpointTensors:
         manifest, index = read_manifest(folder), read_index(folder)
         self.left_out: tuple[str, ...] = manifest.left_out
         """Names of the parameters that are not in the checkpoint, since they were never trained."""
+        self.began_with, self.beneath = manifest.began_with, manifest.beneath
         self.entries = {
             (name := key.removeprefix(PREFIX)): Entry(
                 name=name,

@@ -92,11 +92,29 @@ def _merged(merge: adapters.Merge, entries: list[Entry]) -> Tensor:
 
 def base_entries(job: Job) -> dict[str, Entry]:
     """Initial values of the parameters that a checkpoint of trained parameters leaves out."""
+    if job.stored.left_out:
+        refuse_other_bases(job)
     entries = initial_entries(job, job.stored.left_out)
     for name, change in adapters.base_changes(on_meta(job.plan.model), job.plan.model.adapter):
         if (weight := entries.get(f"{name}.weight")) is not None:
             entries[weight.name] = replace(weight, read=partial(_changed, change, weight))
     return entries
+
+
+def refuse_other_bases(job: Job) -> None:
+    """Raise `UsageError` where what the run began with is not there any more, or is another."""
+    plan, stored = job.plan.model, job.stored
+    try:
+        if stored.beneath != adapters.changes_beneath(plan.adapter):
+            problem = "adapter.merge: the run merged other adapters than those that are there now"
+            raise UsageError(problem, "put these back as they were")
+        files = stored.began_with.get("files")
+        if files and plan.hf and files != huggingface.fingerprint(Path(plan.hf)):
+            problem = f"{plan.hf}: the run began with other weights"
+            raise UsageError(problem, "put these back as they were")
+    except OSError as error:
+        problem = f"{error.filename}: what the run began with cannot be read: {error.strerror}"
+        raise UsageError(problem, "put it back as it was") from error
 
 
 def _changed(change: BaseChange, weight: Entry) -> Tensor:

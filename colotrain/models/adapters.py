@@ -37,6 +37,7 @@ from colotrain.models.adapter_kinds.weights import is_transposed, whole_weight
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
 from colotrain.models.stored import FLOATING, StoredTensors
+from colotrain.records import to_plain
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ALL_LINEAR, AdapterPlan
 
@@ -562,6 +563,18 @@ def _norms(part: AdapterPart, shards: Shards) -> Tensor:
 def identities(plan: AdapterPlan) -> list[str]:
     """A hash of the files of each adapter that is merged, which say what the weights became."""
     return [_hash_of(str(merged.path)) for merged in plan.merge]
+
+
+def changes_beneath(plan: AdapterPlan | None) -> dict[str, Any]:
+    """What decides how weights were changed before adapters trained on them, as plain data."""
+    found: dict[str, Any] = {}
+    if plan is not None and plan.init:
+        numbers = ("init", "rank", "alpha", "rslora", "ranks", "alphas")
+        found["adapter"] = {name: getattr(plan, name) for name in numbers}
+    if plan is not None and plan.merge:
+        found["merged"] = identities(plan)
+    plain: dict[str, Any] = to_plain(found)
+    return plain
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.dist import hf
@@ -66,6 +67,18 @@ def test_preferences_are_those_of_the_sum_and_the_export_goes_on_the_plain_base(
     assert (wanted - logits_of(with_adapter)).abs().max().item() < 1e-5
     assert (wanted - logits_of(cwd / "sum")).abs().max().item() > 1e-2
     assert (wanted - logits_of(cwd / "base")).abs().max().item() > 1e-2
+    write_adapter(base, cwd / "second", cwd / "unused")
+    stored = load_file(cwd / "second" / "adapter_model.safetensors")
+    stored = {name: tensor * 2 for name, tensor in stored.items()}
+    save_file(stored, cwd / "second" / "adapter_model.safetensors")
+    result = pairs("resume", "run", "train.max_steps=5", "adapter.merge=[second]")
+    assert result.code != 0
+    assert "its adapters trained on weights that adapter.merge" in result.err
+    save_file(stored, cwd / "first" / "adapter_model.safetensors")
+    for options in ((), ("--adapter",)):
+        result = pairs("export", "run", "--to", "changed", *options)
+        assert result.code == 2
+        assert "the run merged other adapters" in result.err
 
 
 def test_what_cannot_be_merged_is_told_before_the_run(colotrain: Colotrain) -> None:

@@ -71,8 +71,8 @@ def write_records(path: Path, fields: tuple[str, ...]) -> None:
 
 def settings_of(objective: str, folder: Path) -> list[str]:
     """A tiny model of two heads of keys, and random records."""
-    if objective == "embed":
-        made = make_embedder(folder / "model", "qwen3")  # its tokenizer
+    if objective in ("embed", "classify_tokens"):
+        made = make_embedder(folder / "model", "qwen3")  # for its tokenizer
         make_directory("llama", made, **OF_BYTES)
         found = [f"model.hf={made}", "train.embed.pooling=last"]
     else:

@@ -82,8 +82,13 @@ class Muon(torch.optim.Optimizer):
             torch.lerp(grad, self.state[p]["momentum_buffer"], group["betas"][1]).bfloat16()
             for p, grad, group in chosen
         ]
+        like = parts[0].new_empty(0)
         whole = exchange.to_owners(parts)
-        updates = exchange.to_ranks(None if whole is None else orthogonalise(whole), parts[0])
+        del parts  # before what is computed from them exists
+        if whole is not None:
+            whole = orthogonalise(whole)
+        updates = exchange.to_ranks(whole, like)
+        del whole
         for (parameter, _, group), update in zip(chosen, updates, strict=True):
             scale = 0.2 * math.sqrt(max(self.layout.whole_shape(parameter)))
             parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -80,7 +80,7 @@ def shards_of(
     return Shards(
         write=write,
         read=read,
-        release=lambda p: release(p) if known[id(p)].is_here else None,
+        release=release,
         shape=lambda p: known[id(p)].whole,
         slices=slices,
         ahead_bytes=ahead_bytes,

@@ -179,6 +179,7 @@ def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
         versions={} if progress_only else _versions(),
         left_out=spared,
         began_with=began_with(run) if spared and not progress_only else {},
+        beneath=adapters.changes_beneath(run.plan.model.adapter),
         sources=run.saver.sources,
         written_at=time.time(),
     )
@@ -342,18 +343,22 @@ def began_with(run: Run) -> dict[str, Any]:
     seed = None if model.hf else run.plan.train.seed
     settings = {"target": model.target, "args": model.args}
     settings |= {"quantize": model.quantize} if model.quantize else {}
-    if model.adapter is not None and model.adapter.init:
-        numbers = ("init", "rank", "alpha", "rslora", "ranks", "alphas")
-        settings["adapter"] = {name: getattr(model.adapter, name) for name in numbers}
-    if model.adapter is not None and model.adapter.merge:
-        settings["merged"] = adapters.identities(model.adapter)
     return to_plain({**settings, "files": files, "seed": seed})
 
 
 def _without_skipped(
     run: Run, path: Path, manifest: Manifest, wanted: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike."""
+    """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike.
+
+    Raises `UsageError` where they did not.
+    """
+    if manifest.beneath != adapters.changes_beneath(run.plan.model.adapter):
+        raise UsageError(
+            f"{path}: its adapters trained on weights that adapter.merge and adapter.init had not "
+            "changed as they would now",
+            "resume with these settings, and the merged directories, as they were",
+        )
     spared = {f"model.{name}" for name in manifest.left_out}
     if spared and manifest.began_with != began_with(run):
         raise UsageError(

@@ -94,6 +94,8 @@ class Manifest:
     """Parameters that are left out: they never trained and have the values the run began with."""
     began_with: dict[str, Any] = field(default_factory=dict)
     """Settings that decide the values of the parameters in `left_out`."""
+    beneath: dict[str, Any] = field(default_factory=dict)
+    """How weights were changed before adapters trained on them (`adapters.changes_beneath`)."""
     sources: dict[str, str] = field(default_factory=dict)
     """Identities of the data and models that the run read (`engine.state.sources`)."""
     written_at: float
