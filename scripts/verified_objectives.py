@@ -64,7 +64,7 @@ OBJECTIVES = (
         "the whole batch at once",
         ("query", "positive", "negative"),
         "embedder",
-        ("train.embed.negatives=true",),
+        ("train.embed.negatives=true", "model.args.dtype=float64"),
     ),
     Objective(
         "distill",

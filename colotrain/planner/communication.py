@@ -106,7 +106,8 @@ class OwnedMatrices:
     flops: int = 0
     """Floating-point operations of the costliest rank of each round."""
     needed_bytes: int = 0
-    """Bytes of the largest matrix: rows that came, two iterates, and two products of its own."""
+    """Bytes of the largest matrix: what came, two iterates and two products of its own; or the
+    result, whole and as rows, and those of others that come back."""
 
 
 def owned_matrices(layout: Layout, survey: Survey) -> OwnedMatrices:
@@ -119,7 +120,7 @@ def owned_matrices(layout: Layout, survey: Survey) -> OwnedMatrices:
     rounds, ranks = rounds_of(shapes, layout.shard), layout.shard
     numel = sum(math.prod(shape) for shape in shapes)
     costs = [max(newton_schulz_flops(shapes[i]) for i, _ in pairs) for pairs in rounds]
-    needed = [3 * math.prod(shape) + 2 * min(shape) ** 2 for shape in shapes]
+    needed = [math.prod(s) * 3 + max(2 * min(s) ** 2, math.prod(s)) for s in shapes]
     return OwnedMatrices(
         calls=2 * len(rounds) if ranks > 1 else 0,
         sent_bytes=2 * HALF_BYTES * numel * (ranks - 1) / ranks**2,

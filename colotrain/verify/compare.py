@@ -41,6 +41,11 @@ FLIPS = 1e-3
 """`Tolerance.flips` of a state of 8 bits: of 10^5 numbers about one is so close to a middle."""
 
 
+ZERO_ROUNDING = 16
+"""Multiple of plain torch's error that a gradient may differ by where it is smaller than that error
+itself: it is 0, as an attention's bias of keys has it, and what is computed is rounding alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
     """Largest differences allowed between a plugin and the reference.
@@ -226,8 +231,9 @@ class _Check:
                 continue
             off = distance(wanted[name], found[name])
             self._measure("gradient", off)
-            limit = _limit(tolerance, largest=largest, own=max_abs(wanted[name]))
-            explained = 2 * rounding.get(name, 0.0)
+            own, error = max_abs(wanted[name]), rounding.get(name, 0.0)
+            limit = _limit(tolerance, largest=largest, own=own)
+            explained = (2 if own > error else ZERO_ROUNDING) * error
             if tolerance.own_gradient is not None:  # rounding is measured with autocast
                 explained += limit
             if not off <= max(limit, explained):

@@ -125,4 +125,5 @@ def test_matrices_of_muon_go_to_one_rank_each_and_back() -> None:
     assert found.owned_calls == 2  # four matrices, one for each rank
     needed = owned_matrices(layout, survey())
     assert needed.flops == 5 * (2 * 8 * 8 * 8) * 3  # one matrix: five times three products
+    assert needed.needed_bytes == 2 * (3 * 8 * 8 + 2 * 8 * 8)
     assert owned_matrices(replace(layout, optim=OPTIM), survey()) == OwnedMatrices()
