@@ -148,7 +148,11 @@ def _kind(value: Any, flat: Flat) -> Answer:
     """Translate the way in which records become prompts."""
     name = str(value)
     if objective := _objective(flat):
-        return Answer(outcome="asked", note=tuning.RATED if objective == "kto" else tuning.PAIRS)
+        note = tuning.RATED if objective == "kto" else tuning.PAIRS
+        template, dot, _ = name.partition(".")
+        if dot:
+            note = f"{note}; set data.chat_template, for {template} stands around the texts there"
+        return Answer(outcome="asked", note=note)
     if name in CHATS:
         return Answer(outcome="decided", note=tuning.TEMPLATE)
     if name in TEXTS:

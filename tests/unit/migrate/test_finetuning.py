@@ -543,6 +543,12 @@ def test_what_is_not_trained_here_is_refused(kind: str, more: Config, key: str) 
         ),
         (
             "axolotl",
+            {"rl": "kto", "datasets": [{"path": "rated.jsonl", "type": "chatml.argilla"}]},
+            "datasets[0].type",
+            "set data.chat_template, for chatml",
+        ),
+        (
+            "axolotl",
             {"datasets": [{"path": "chats.jsonl", "split": "train[:1%]"}]},
             "datasets[0].split",
             "cut the files",
