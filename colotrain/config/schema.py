@@ -192,8 +192,18 @@ class Train(CommonTrain):
     after the last one. The evaluation before the first step is left out if it is predicted to take
     five minutes."""
     objective: (
-        Literal["dpo", "masked", "distill", "kto", "embed", "orpo", "simpo", "reward"]
-        | Literal["classify", "classify_tokens"]
+        Literal[
+            "dpo",
+            "masked",
+            "distill",
+            "kto",
+            "embed",
+            "orpo",
+            "simpo",
+            "reward",
+            "classify",
+            "classify_tokens",
+        ]
         | None
     ) = field(default=None, metadata=after("max_rollbacks"))
     """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
