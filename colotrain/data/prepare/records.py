@@ -17,6 +17,7 @@ from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.packed_files import import_pyarrow, open_unpacked
 from colotrain.data.prepare.parsed_files import (
     BLOCK_BYTES,
+    LABEL_MARK,
     Pieces,
     conll_pieces,
     json_pieces,
@@ -48,8 +49,8 @@ class Block:
     """Name of the file in the corpus; its hash with a record's number decides the split."""
     split: str | None
     kind: str
-    """Kind of `payload`: lines (of JSON), table (JSON of a table's header and rows) or arrow (an
-    Arrow stream)."""
+    """Kind of `payload`: lines (of JSON), labelled (the same, of a file in fastText's form), table
+    (JSON of a table's header and rows) or arrow (an Arrow stream)."""
     numbers: Sequence[int]
     """Number of each line, record or row, from 1."""
     payload: bytes
@@ -94,9 +95,10 @@ def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
         for number, row in zip(block.numbers, rows, strict=True):
             yield number, _from_row(header, row)
     else:
+        read = _from_labelled_line if block.kind == "labelled" else _from_line
         for number, line in zip(block.numbers, block.payload.split(b"\n"), strict=False):
             if line.strip():
-                yield number, _from_line(line)
+                yield number, read(line)
 
 
 def _from_row(header: list[str], row: list[str]) -> dict[str, Any] | BadRecord:
@@ -118,6 +120,15 @@ def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
         return BadRecord(f"not JSON ({error})")
     if not isinstance(found, dict):
         return BadRecord(f"expected a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _from_labelled_line(line: bytes) -> dict[str, Any] | BadRecord:
+    found = _from_line(line)
+    words = [] if isinstance(found, BadRecord) else str(found["text"]).split()
+    late = next((word for word in words if word.startswith(LABEL_MARK)), None)
+    if late is not None:
+        return BadRecord(f"{late} is within the text: classes stand before it")
     return found
 
 
@@ -272,7 +283,7 @@ READERS: dict[str, tuple[str, Callable[[Path, frozenset[str]], Pieces]]] = {
     "json": ("lines", lambda path, _: json_pieces(path)),
     "csv": ("table", lambda path, _: table_pieces(path)),
     "conll": ("lines", lambda path, _: conll_pieces(path)),
-    "fasttext": ("lines", lambda path, _: labelled_pieces(path)),
+    "fasttext": ("labelled", lambda path, _: labelled_pieces(path)),
     "parquet": ("arrow", lambda path, names: _rows("parquet", path, _parquet_batches(path, names))),
     "arrow": ("arrow", lambda path, names: _rows("arrow", path, _arrow_batches(path, names))),
 }

@@ -34,7 +34,7 @@ from colotrain.spec.plan import DataPlan
 
 __all__ = ["Prepared", "Progress", "decode", "prepare", "prepare_shards"]
 
-FORMAT = 8  # of cache entries: a change makes all earlier entries unused
+FORMAT = 9  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 

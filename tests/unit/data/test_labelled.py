@@ -131,6 +131,8 @@ def test_lines_of_fasttext_have_their_class_before_the_text(tmp_path: Path) -> N
         ("__label__good __label__bad both", "label: expected one of bad, good, not "),
         ("neither", "label: expected one of bad, good, not nothing"),
         ("__label__good", "text: expected a text, and there is none"),
+        ("__label__good once __label__bad", "__label__bad is within the text: classes stand befo"),
+        ("once\t__label__bad", "__label__bad is within the text"),
     ):
         train.write_text(f"__label__good a\n{line}\n")
         with pytest.raises(ConfigError, match=rf"train\.txt:2: .*{why}"):
