@@ -232,9 +232,13 @@ def _check_template(data: Data) -> Iterator[Problem]:
 
 
 def _check_columns(key: str, columns: Mapping[str, Any]) -> Iterator[Problem]:
-    from colotrain.data.prepare.conversations import COLUMNS, RELATED_TEXTS
+    from colotrain.data.prepare.conversations import (
+        COLUMNS,
+        OF_OBJECTIVES,
+        RELATED_TEXTS,
+    )
 
-    known = (*COLUMNS, *RELATED_TEXTS)
+    known = (*COLUMNS, *OF_OBJECTIVES, *RELATED_TEXTS)
     for name in columns:
         if name not in known:
             expected = f"one of {', '.join(known)}"

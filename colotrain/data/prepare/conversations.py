@@ -45,9 +45,10 @@ from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label", "images")
-OF_OBJECTIVES = ("tokens", "labels", "margin")
-COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE, *OF_OBJECTIVES)
+COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
+OF_OBJECTIVES = (WORDS[0], LABELS_OF_WORDS[0], MARGIN)
+"""Meanings of columns that some objectives alone read."""
 RELATED_TEXTS = ("query", "positive", "negative")
 """Texts of which a model of embeddings makes vectors."""
 PAIR = ("chosen", "rejected")
@@ -204,7 +205,8 @@ class Renderer:
         own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
         related = (*RELATED_TEXTS, ANCHOR) if self.related else ()
         words = (*WORDS, *LABELS_OF_WORDS) if self.classes_of_words else ()
-        meanings = (*COLUMNS, *own, *related, *words)
+        margins = () if self.margins is None else (MARGIN,)
+        meanings = (*COLUMNS, *own, *related, *words, *margins)
         meanings = tuple(one for one in meanings if one not in images.COLUMNS)
         meanings += images.COLUMNS if self.processor is not None else ()
         return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
@@ -243,8 +245,8 @@ class Renderer:
         name = fields.name(MARGIN)
         if self.margins is False and fields.find(MARGIN):
             raise UnreadColumn(
-                f"{name}: margins are read with train.reward.margins=true",
-                "set it, or take the column out of the records",
+                "train.reward.margins",
+                f"true, or records without the column {name}",
             )
         if not self.margins:
             return None
@@ -272,8 +274,8 @@ class Renderer:
         if "negative" not in self.related and fields.find("negative"):
             name = fields.name("negative")
             raise UnreadColumn(
-                f"{name}: it is read with train.embed.negatives=true",
-                "set it, or take the column out of the records",
+                "train.embed.negatives",
+                f"true, or records without the column {name}",
             )
         return found
 

@@ -65,9 +65,10 @@ class BadRecord(Exception):
 class UnreadColumn(BadRecord):
     """A record with a column that a setting alone reads: no record is left out for it."""
 
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(problem)
-        self.fix = fix
+    def __init__(self, key: str, expected: str) -> None:
+        """`key`: the setting, a switch that is off."""
+        super().__init__(f"{key}: {expected}")
+        self.key, self.expected = key, expected
 
 
 def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
