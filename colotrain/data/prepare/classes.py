@@ -70,6 +70,16 @@ def labels_of_words(record: Mapping[str, Any], columns: Mapping[str, str]) -> li
     return None
 
 
+def label_columns(columns: Mapping[str, str], *, of_words: bool) -> tuple[str, ...]:
+    """The columns that may have labels, in the order in which they are looked for."""
+    meanings = LABELS_OF_WORDS if of_words else (LABEL,)
+    return tuple(columns.get(meaning, meaning) for meaning in meanings)
+
+
+def _columns(plan: DataPlan) -> tuple[str, ...]:
+    return label_columns(plan.columns, of_words=plan.classes_of_words)
+
+
 def in_order(names: set[str]) -> tuple[str, ...]:
     """Numbers by their size, names by the alphabet."""
     if all(map(_is_number, names)):
@@ -103,12 +113,6 @@ def find_classes(parts: Sequence[DataPlan]) -> tuple[str, ...]:
     return own if names <= {*own} else in_order(names)
 
 
-def _columns(plan: DataPlan) -> tuple[str, ...]:
-    """The columns that may have labels, in the order in which they are looked for."""
-    meanings = LABELS_OF_WORDS if plan.classes_of_words else (LABEL,)
-    return tuple(plan.columns.get(meaning, meaning) for meaning in meanings)
-
-
 def _labels(record: Mapping[str, Any], plan: DataPlan) -> list[Any]:
     if not plan.classes_of_words:
         return [record.get(plan.columns.get(LABEL, LABEL))]
@@ -121,10 +125,10 @@ def _labels(record: Mapping[str, Any], plan: DataPlan) -> list[Any]:
 
 def _names(files: Sequence[DataFile], plan: DataPlan) -> Iterator[str]:
     """Each class once; records without a label are reported when they are tokenized."""
-    columns, seen = frozenset(_columns(plan)), set[str]()
+    columns, seen = _columns(plan), set[str]()
     for file in files:
-        for block in records.blocks(file, columns):
-            for _, record in records.parse(block):
+        for block in records.blocks(file, frozenset(columns)):
+            for _, record in records.parse(block, columns):
                 labels = [] if isinstance(record, BadRecord) else _labels(record, plan)
                 for name in map(class_name, labels):
                     if name is not None and name not in seen:

@@ -19,6 +19,7 @@ from colotrain.data.prepare.classes import (
     WORDS,
     class_name,
     class_number,
+    label_columns,
     labels_of_words,
 )
 from colotrain.data.prepare.messages import (
@@ -199,6 +200,11 @@ class Renderer:
         return bool(
             self.pairs or self.rated or self.related or self.classes or self.processor is not None
         )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns that may have classes, in the order in which they are looked for."""
+        return label_columns(self.columns, of_words=self.classes_of_words) if self.classes else ()
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""

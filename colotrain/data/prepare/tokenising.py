@@ -248,7 +248,7 @@ def encode(block: Block) -> Encoded:
     """Tokenize a block's records."""
     documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     bad, notes, left = [], [], None
-    for number, record in records.parse(block):
+    for number, record in records.parse(block, _task.renderer.labels):
         place = f"{block.file}:{number}"
         try:
             if isinstance(record, BadRecord):
@@ -415,7 +415,7 @@ def _training_texts(
     """The texts of the train split, without bad records, which `write_records` reports."""
     total, before = sum(f.size_bytes for f in files), _starts(files)
     for block in _blocks(files, renderer):
-        for number, record in records.parse(block):
+        for number, record in records.parse(block, renderer.labels):
             if split_of(block, number, plan.validation_fraction) != "train":
                 continue
             try:

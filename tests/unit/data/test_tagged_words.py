@@ -114,6 +114,36 @@ def test_numbers_of_the_datasets_library_have_its_names(words: Path, name: str) 
     assert sample["labels"] == 1
 
 
+def listed(folder: Path, feature: str, names: tuple[str, ...], **columns: list[Any]) -> None:
+    """Write a Parquet file whose column `feature` has numbers of these classes."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    features = {feature: {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), folder / "train.parquet")
+
+
+def test_a_number_outside_a_files_classes_is_a_bad_record(words: Path) -> None:
+    texts = {"text": ["a", "b", "c"], "label": [1, -1, 0]}
+    listed(words, "label", ("yes", "maybe", "no"), **texts)
+    settings: dict[str, Any] = {"classes_of_words": False, "validation_fraction": 0.0}
+    assert find_classes([plan_of(words, **settings)]) == ("yes", "maybe", "no")
+    settings["classes"] = ("yes", "maybe", "no")
+    with pytest.raises(ConfigError, match=r":2: .*label: -1 is none of the file's 3 classes"):
+        rows(plan_of(words, **settings), words.parent)
+    found = rows(plan_of(words, on_bad="skip", **settings), words.parent)
+    assert [row["labels"] for row in found] == [1, 0]
+
+
+def test_other_objectives_have_the_numbers_of_a_files_classes(words: Path) -> None:
+    answers = {"prompt": ["a", "b"], "completion": ["b", "c"], "label": [1, 0]}
+    listed(words, "label", ("bad", "good"), **answers)
+    settings: dict[str, Any] = {"classes_of_words": False, "rated": True}
+    (part,) = describe(plan_of(words, validation_fraction=0.0, **settings))["parts"]
+    assert part["documents"]["train"] == 2
+
+
 def test_numbers_are_those_of_named_classes() -> None:
     assert [class_number(value, CLASSES) for value in ("I-X", 2, "1", 3, -1, True)] == [
         2,
