@@ -19,6 +19,7 @@ from colotrain.data.prepare.classes import (
     WORDS,
     class_name,
     class_number,
+    is_number,
     label_columns,
     labels_of_words,
 )
@@ -191,6 +192,8 @@ class Renderer:
     """Names of the classes of texts; none: records have no class."""
     classes_of_words: bool = field(default=False, repr=False)
     """Whether each word has one of the classes, instead of the text."""
+    classes_numbered: bool = field(default=False, repr=False)
+    """Whether labels may be the numbers of classes."""
     processor: str | None = field(default=None, repr=False)
     """Folder of the processor of the records' images; None: records have no images."""
 
@@ -355,14 +358,23 @@ class Renderer:
         return [Rendered(text=text, answers=None, ends=True, label=number)]
 
     def _class_number(self, value: Any, name: str) -> int:
-        number = class_number(value, self.classes)
+        number = class_number(value, self.classes, numbered=self.classes_numbered)
         if number is None:
             known = ", ".join(self.classes[:MOST_SHOWN])
             more = ", …" if len(self.classes) > MOST_SHOWN else ""
             is_other = isinstance(value, list | dict)
             label = shown(value) if is_other else class_name(value) or "nothing"
-            raise BadRecord(f"{name}: expected one of {known}{more}, not {label}")
+            unnumbered = self._unnumbered if is_number(label) else ""
+            raise BadRecord(f"{name}: expected one of {known}{more}, not {label}{unnumbered}")
         return number
+
+    @property
+    def _unnumbered(self) -> str:
+        """What is to be said of numbers, where the classes have none."""
+        if self.classes_numbered or any(map(is_number, self.classes)):
+            return ""
+        section = "classify_tokens" if self.classes_of_words else "classify"
+        return f" (numbers stand for the classes of train.{section}.classes, in their order)"
 
     def _tagged(self, fields: Fields) -> list[Rendered]:
         """The words of a text, and the class of each."""
@@ -596,6 +608,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         related=plan.related.columns if plan.related is not None else (),
         classes=plan.classes,
         classes_of_words=plan.classes_of_words,
+        classes_numbered=plan.classes_numbered,
         processor=plan.tokenizer if plan.images else None,
     )
 

@@ -54,7 +54,8 @@ def test_classes_are_the_training_records_in_an_order_of_their_own(tmp_path: Pat
     ("record", "why"),
     [
         ({"text": "a", "label": "ugly"}, "label: expected one of bad, good, not ugly"),
-        ({"text": "a"}, "label: expected one of bad, good, not nothing"),
+        ({"text": "a", "label": "1"}, r"not 1 \(numbers stand .* of train.classify.classes, in"),
+        ({"text": "a"}, "label: expected one of bad, good, not nothing$"),
         ({"label": "bad"}, "text: expected a text, and there is none"),
         ({"text": 3, "label": "bad"}, "text: expected text, not "),
     ],

@@ -145,7 +145,8 @@ def test_other_objectives_have_the_numbers_of_a_files_classes(words: Path) -> No
 
 
 def test_numbers_are_those_of_named_classes() -> None:
-    assert [class_number(value, CLASSES) for value in ("I-X", 2, "1", 3, -1, True)] == [
+    labels = ("I-X", 2, "1", 3, -1, True)
+    assert [class_number(value, CLASSES, numbered=True) for value in labels] == [
         2,
         2,
         1,
@@ -153,8 +154,13 @@ def test_numbers_are_those_of_named_classes() -> None:
         None,
         None,
     ]
-    assert class_number(1, ("2", "1", "0")) == 1
-    assert class_number(0, ("2", "1")) is None
+    assert class_number(1, ("2", "1", "0"), numbered=False) == 1
+    assert class_number(0, ("2", "1"), numbered=True) is None
+    assert [class_number(value, CLASSES, numbered=False) for value in ("I-X", 2, "1")] == [
+        2,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
