@@ -84,6 +84,14 @@ def test_files_of_conll_have_a_word_and_its_class_on_a_line(words: Path) -> None
     (words / "train.conll").write_text("ab NN B-X\nc\n")
     with pytest.raises(ConfigError, match=r"train\.conll:2: expected 3 fields as above, not 1"):
         rows(plan, words.parent)
+    universal = "1\tab\tab\tNOUN\tNN\t_\t0\troot\t_\t_\n"
+    for head, line in (("", 1), ("# text = ab\n", 1), ("a NN O\n\n", 3)):
+        (words / "train.conll").write_text(head + universal)
+        with pytest.raises(ConfigError, match=rf"train\.conll:{line}: .*not CoNLL-U"):
+            rows(plan, words.parent)
+    (words / "train.conll").write_text("# NN O\n")
+    with pytest.raises(ConfigError, match=r"train\.conll:1: .*without comments"):
+        rows(plan, words.parent)
 
 
 @pytest.mark.parametrize("name", ["train.parquet", "train.arrow"])
