@@ -35,6 +35,7 @@ def data_plan(
     tokens: Sequence[str] = (),
     classes: Sequence[str] = (),
     classes_of_words: bool = False,
+    classes_numbered: bool = False,
     marks_padding: bool = False,
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
@@ -42,7 +43,8 @@ def data_plan(
     `pairs`: whether the records are preference pairs, with `margins` if so. `rated`: whether they
     are answers with a label. `related`: the texts of a sample. `masked`: which tokens are hidden.
     `tokens` are added to the tokenizer. `classes`: those of texts, or with `classes_of_words` of
-    their words. `marks_padding`: whether samples say where their padding is.
+    their words, whose numbers may be labels if `classes_numbered`. `marks_padding`: whether
+    samples say where their padding is.
     """
     missing: list[Problem] = []
     paths = _absolute(data.path, "data.path", missing)
@@ -73,6 +75,7 @@ def data_plan(
         masked=masked,
         classes=tuple(classes),
         classes_of_words=classes_of_words,
+        classes_numbered=classes_numbered,
         marks_padding=marks_padding,
     )
     num_sources = sum(map(bool, (data.corpus, paths, parts, data.target)))
@@ -232,9 +235,13 @@ def _check_template(data: Data) -> Iterator[Problem]:
 
 
 def _check_columns(key: str, columns: Mapping[str, Any]) -> Iterator[Problem]:
-    from colotrain.data.prepare.conversations import COLUMNS, RELATED_TEXTS
+    from colotrain.data.prepare.conversations import (
+        COLUMNS,
+        OF_OBJECTIVES,
+        RELATED_TEXTS,
+    )
 
-    known = (*COLUMNS, *RELATED_TEXTS)
+    known = (*COLUMNS, *OF_OBJECTIVES, *RELATED_TEXTS)
     for name in columns:
         if name not in known:
             expected = f"one of {', '.join(known)}"

@@ -105,7 +105,8 @@ def _adapter(value: Any, _: Flat) -> Answer:
 
 
 def _rl(value: Any, flat: Flat) -> Answer:
-    if value == "simpo" and not (flat.get("cpo_alpha") == 0 and flat.get("simpo_gamma")):
+    has_gamma = flat.get("simpo_gamma") is not None
+    if value == "simpo" and not (flat.get("cpo_alpha") == 0 and has_gamma):
         return Answer(outcome="refused", note=ADDED)
     if value in PREFERENCES and value != "reward":
         note = NOTES.get(value, "")
@@ -125,17 +126,23 @@ def _num_labels(value: Any, flat: Flat) -> Answer:
     return refused(tuning.OBJECTIVE)(value, flat)
 
 
-def _beta(value: Any, flat: Flat) -> Answer:
-    name = _objective(flat)
-    if name in (None, "reward"):
-        return Answer(outcome="decided", note="for rl: dpo, kto, orpo and simpo alone")
-    return taken(f"train.{name}.beta", number)(value, flat)
+BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")
+"""Keys of the same number, of which the first counts that a file has."""
 
 
-def _alpha_of_orpo(value: Any, flat: Flat) -> Answer:
-    if flat.get("rl_beta") is not None or flat.get("trl.beta") is not None:
-        return Answer(outcome="decided", note="rl_beta counts")
-    return _beta(value, flat)
+def _beta(key: str) -> Rule:
+    """Rule for one of `BETAS`."""
+
+    def rule(value: Any, flat: Flat) -> Answer:
+        name = _objective(flat)
+        if name in (None, "reward"):
+            return Answer(outcome="decided", note="for rl: dpo, kto, orpo and simpo alone")
+        first = next(one for one in BETAS if one == key or flat.get(one) is not None)
+        if first != key:
+            return Answer(outcome="decided", note=f"{first} counts")
+        return taken(f"train.{name}.beta", number)(value, flat)
+
+    return rule
 
 
 def _weight(key: str) -> Rule:
@@ -322,9 +329,9 @@ RULES = unless_null(
         "qat.*": refused("training for quantized weights is not there"),
         "fp8*": refused("precision is fp32, bf16 or fp16"),
         "rl": _rl,
-        "rl_beta": _beta,
-        "trl.beta": _beta,
-        "dpo_beta": _beta,
+        "rl_beta": _beta("rl_beta"),
+        "trl.beta": _beta("trl.beta"),
+        "dpo_beta": _beta("dpo_beta"),
         "trl.*": refused(REINFORCED),
         "ebft.*": refused(REINFORCED),
         "vllm.*": refused(REINFORCED),
@@ -338,7 +345,7 @@ RULES = unless_null(
         "kto_desirable_weight": _weight("desirable_weight"),
         "kto_undesirable_weight": _weight("undesirable_weight"),
         "orpo_alpha": where(
-            _is("kto", "orpo", "dpo", "simpo"), "for rl: orpo alone", _alpha_of_orpo
+            _is("kto", "orpo", "dpo", "simpo"), "for rl: orpo alone", _beta("orpo_alpha")
         ),
         "simpo_gamma": where(
             _is("simpo"), "for rl: simpo alone", taken("train.simpo.gamma", number)

@@ -10,7 +10,7 @@ from typing import Any
 from colotrain.config.data import data_plan
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
-from colotrain.data.prepare.classes import find_classes
+from colotrain.data.prepare.classes import class_number, find_classes, is_number, listed_classes
 from colotrain.data.prepare.tokens import parts_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.rundir import read_json
@@ -82,12 +82,15 @@ def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
     if named:
         problems += _moved_classes(own_key, named, known)
         known = ()
-    if known and not {*found} <= {*known}:
-        other = ", ".join(sorted({*found} - {*known})[:5])
+    others = [name for name in found if class_number(name, known, numbered=True) is None]
+    if known and others:
+        other = ", ".join(others[:5])
         expected = f"a model whose classes are those of the data ({other} is none of its classes: "
         expected += f"{', '.join(known[:20])})"
         fix = f"name them in {own_key}, or give the model without its head"
         problems.append(Problem(key="model.hf", expected=expected, fix=fix))
+    if not known and not states_order(settings, found):
+        problems += _mixed_classes(own_key, found)
     classes = known or found
     if len({*classes}) < max(2, len(classes)):
         key, fix = (own_key, "name each once") if named else ("data.path", "")
@@ -95,6 +98,26 @@ def classes_of(settings: Config, problems: list[Problem]) -> tuple[str, ...]:
         problems.append(Problem(key=key, value=", ".join(classes), expected=expected, fix=fix))
         return ()
     return classes
+
+
+def states_order(settings: Config, classes: Sequence[str]) -> bool:
+    """Whether the classes are in an order that the setting, the model or the files state.
+
+    Then numbers may stand for them: that of `in_order` says nothing about numbers.
+    """
+    _, named = named_classes(settings)
+    known = tuple(named) or _known_classes(settings) or listed_classes(_parts(settings))
+    return tuple(classes) == known
+
+
+def _mixed_classes(key: str, found: Sequence[str]) -> Iterator[Problem]:
+    """Problem of labels of which some are numbers and others names."""
+    numbers = [name for name in found if is_number(name)]
+    names = [name for name in found if not is_number(name)]
+    if numbers and names:
+        expected = "the names of the classes in their order, for some labels are numbers "
+        expected += f"({', '.join(numbers[:3])}) and others names ({', '.join(names[:3])})"
+        yield Problem(key=key, value="", expected=expected, fix=f"for example {key}=[bad,good]")
 
 
 def _moved_classes(key: str, named: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:

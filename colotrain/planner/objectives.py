@@ -11,7 +11,7 @@ from colotrain.data.prepare.conversations import RELATED_TEXTS
 from colotrain.errors import Problem
 from colotrain.planner.distillation import check_distillation, distill_plan
 from colotrain.planner.embedding import embed_plan
-from colotrain.planner.heads import classes_of, padding_id
+from colotrain.planner.heads import classes_of, padding_id, states_order
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import touches
 from colotrain.records import same_fields
@@ -39,7 +39,8 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
     if objective.labels_words:
         problems += _check_words(settings)
     section = f"train.{settings.train.objective}"
-    classes = objective.has_classes and not touches(problems, ("data", section))
+    has_classes = objective.has_classes and not touches(problems, ("data", section))
+    classes = classes_of(settings, problems) if has_classes else ()
     return data_plan(
         settings.data,
         problems,
@@ -49,8 +50,9 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
         related=_related(settings, problems) if objective.relates_texts else None,
         masked=_masked(settings, problems) if objective.hides_tokens else None,
         tokens=settings.model.tokens,
-        classes=classes_of(settings, problems) if classes else (),
+        classes=classes,
         classes_of_words=objective.labels_words,
+        classes_numbered=bool(classes) and states_order(settings, classes),
         marks_padding=objective.has_head,
     )
 

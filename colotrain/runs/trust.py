@@ -92,6 +92,7 @@ ALLOWED = {
     "train.classify_tokens": TEXT,
     "data.classes": TEXT,
     "data.classes_of_words": WORDS,
+    "data.classes_numbered": WORDS,
     "model.objective.classes_of_words": WORDS,
     "model.objective.class_names": TEXT,
     **{

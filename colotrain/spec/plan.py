@@ -247,6 +247,9 @@ class DataPlan(CommonData):
     """Names of the classes of texts, by their numbers; none: samples have no class."""
     classes_of_words: bool = False
     """Whether each word of a text has one of the classes, instead of the text."""
+    classes_numbered: bool = False
+    """Whether labels may be numbers of classes: their order is the user's, the model's or the
+    files', not that of the alphabet."""
     masked: MaskedPlan | None = None
     """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
     marks_padding: bool = False

@@ -136,6 +136,6 @@ def test_what_embeddings_exclude_is_said_at_once(colotrain: Colotrain) -> None:
         words = ("train.embed.pooling=mean", f"data.on_bad={advice}")
         result = colotrain("run", *EMBED, *words)
         assert result.code == 2
-        assert "negative: it is read with train.embed.negatives=true" in result.err
-        assert "take the column out" in result.err
+        assert "set train.embed.negatives=true" in result.err
+        assert "records without the column negative" in result.err
         assert "skip" not in result.err

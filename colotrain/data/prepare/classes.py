@@ -10,7 +10,7 @@ from colotrain.data.prepare import corpora, records
 from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.messages import parsed
 from colotrain.data.prepare.records import BadRecord
-from colotrain.data.prepare.sources import find_sources
+from colotrain.data.prepare.sources import Sources, find_sources
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan
@@ -40,21 +40,22 @@ def class_name(value: Any) -> str | None:
     return (value.strip() or None) if isinstance(value, str) else None
 
 
-def class_number(value: Any, classes: Sequence[str]) -> int | None:
+def class_number(value: Any, classes: Sequence[str], *, numbered: bool) -> int | None:
     """The number of the class that a label names; None: it names none of `classes`.
 
-    Where no class is called by a number, a number is that of a class itself.
+    `numbered`: a number is that of a class itself, where no class is called by a number.
     """
     name = class_name(value)
     if name in classes:
         return classes.index(str(name))
-    is_number = name is not None and re.fullmatch("[0-9]{1,5}", name) is not None
-    if name is None or not is_number or any(map(_is_number, classes)):
+    if name is None or not numbered or any(map(is_number, classes)):
+        return None
+    if not re.fullmatch("[0-9]{1,5}", name):
         return None
     return int(name) if int(name) < len(classes) else None
 
 
-def _is_number(name: str) -> bool:
+def is_number(name: str) -> bool:
     return re.fullmatch(r"-?[0-9]+", name) is not None
 
 
@@ -70,9 +71,19 @@ def labels_of_words(record: Mapping[str, Any], columns: Mapping[str, str]) -> li
     return None
 
 
+def label_columns(columns: Mapping[str, str], *, of_words: bool) -> tuple[str, ...]:
+    """The columns that may have labels, in the order in which they are looked for."""
+    meanings = LABELS_OF_WORDS if of_words else (LABEL,)
+    return tuple(columns.get(meaning, meaning) for meaning in meanings)
+
+
+def _columns(plan: DataPlan) -> tuple[str, ...]:
+    return label_columns(plan.columns, of_words=plan.classes_of_words)
+
+
 def in_order(names: set[str]) -> tuple[str, ...]:
     """Numbers by their size, names by the alphabet."""
-    if all(map(_is_number, names)):
+    if all(map(is_number, names)):
         return tuple(sorted(names, key=lambda name: (int(name), name)))
     return tuple(sorted(names))
 
@@ -85,28 +96,34 @@ def find_classes(parts: Sequence[DataPlan]) -> tuple[str, ...]:
     `MOST_CLASSES`.
     """
     names: set[str] = set()
-    listed: set[tuple[str, ...]] = set()
     for part in parts:
         found = find_sources(part)
         if found.family != "records":
             fields = "tokens and labels" if part.classes_of_words else "a text and a label"
             raise _wrong(part, f"records with {fields}, not {found.kinds}")
-        files = [file for file in found.files if file.split != "validation"]
+        files = _training_files(found)
         key = corpora.fingerprint(files, f"{part.columns}{part.classes_of_words}")
         if key not in _counted:
             _counted[key] = tuple(_names(files, part))
         names.update(_counted[key])
-        listed |= {records.names_of_classes(file, _columns(part)) for file in files}
         if len(names) > MOST_CLASSES:
             raise _wrong(part, f"at most {MOST_CLASSES:,} classes")
-    own = next(iter(listed)) if len(listed) == 1 else ()
+    own = listed_classes(parts)
     return own if names <= {*own} else in_order(names)
 
 
-def _columns(plan: DataPlan) -> tuple[str, ...]:
-    """The columns that may have labels, in the order in which they are looked for."""
-    meanings = LABELS_OF_WORDS if plan.classes_of_words else (LABEL,)
-    return tuple(plan.columns.get(meaning, meaning) for meaning in meanings)
+def listed_classes(parts: Sequence[DataPlan]) -> tuple[str, ...]:
+    """The classes in the order that every training file itself lists; (): there is none."""
+    listed = {
+        records.names_of_classes(file, _columns(part))
+        for part in parts
+        for file in _training_files(find_sources(part))
+    }
+    return next(iter(listed)) if len(listed) == 1 else ()
+
+
+def _training_files(found: Sources) -> list[DataFile]:
+    return [file for file in found.files if file.split != "validation"]
 
 
 def _labels(record: Mapping[str, Any], plan: DataPlan) -> list[Any]:
@@ -121,10 +138,10 @@ def _labels(record: Mapping[str, Any], plan: DataPlan) -> list[Any]:
 
 def _names(files: Sequence[DataFile], plan: DataPlan) -> Iterator[str]:
     """Each class once; records without a label are reported when they are tokenized."""
-    columns, seen = frozenset(_columns(plan)), set[str]()
+    columns, seen = _columns(plan), set[str]()
     for file in files:
-        for block in records.blocks(file, columns):
-            for _, record in records.parse(block):
+        for block in records.blocks(file, frozenset(columns)):
+            for _, record in records.parse(block, columns):
                 labels = [] if isinstance(record, BadRecord) else _labels(record, plan)
                 for name in map(class_name, labels):
                     if name is not None and name not in seen:

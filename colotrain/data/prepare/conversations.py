@@ -19,6 +19,8 @@ from colotrain.data.prepare.classes import (
     WORDS,
     class_name,
     class_number,
+    is_number,
+    label_columns,
     labels_of_words,
 )
 from colotrain.data.prepare.messages import (
@@ -45,9 +47,10 @@ from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label", "images")
-OF_OBJECTIVES = ("tokens", "labels", "margin")
-COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE, *OF_OBJECTIVES)
+COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
+OF_OBJECTIVES = (WORDS[0], LABELS_OF_WORDS[0], MARGIN)
+"""Meanings of columns that some objectives alone read."""
 RELATED_TEXTS = ("query", "positive", "negative")
 """Texts of which a model of embeddings makes vectors."""
 PAIR = ("chosen", "rejected")
@@ -189,6 +192,8 @@ class Renderer:
     """Names of the classes of texts; none: records have no class."""
     classes_of_words: bool = field(default=False, repr=False)
     """Whether each word has one of the classes, instead of the text."""
+    classes_numbered: bool = field(default=False, repr=False)
+    """Whether labels may be the numbers of classes."""
     processor: str | None = field(default=None, repr=False)
     """Folder of the processor of the records' images; None: records have no images."""
 
@@ -199,12 +204,18 @@ class Renderer:
             self.pairs or self.rated or self.related or self.classes or self.processor is not None
         )
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns that may have classes, in the order in which they are looked for."""
+        return label_columns(self.columns, of_words=self.classes_of_words) if self.classes else ()
+
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
         own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
         related = (*RELATED_TEXTS, ANCHOR) if self.related else ()
         words = (*WORDS, *LABELS_OF_WORDS) if self.classes_of_words else ()
-        meanings = (*COLUMNS, *own, *related, *words)
+        margins = () if self.margins is None else (MARGIN,)
+        meanings = (*COLUMNS, *own, *related, *words, *margins)
         meanings = tuple(one for one in meanings if one not in images.COLUMNS)
         meanings += images.COLUMNS if self.processor is not None else ()
         return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
@@ -243,8 +254,8 @@ class Renderer:
         name = fields.name(MARGIN)
         if self.margins is False and fields.find(MARGIN):
             raise UnreadColumn(
-                f"{name}: margins are read with train.reward.margins=true",
-                "set it, or take the column out of the records",
+                "train.reward.margins",
+                f"true, or records without the column {name}",
             )
         if not self.margins:
             return None
@@ -272,8 +283,8 @@ class Renderer:
         if "negative" not in self.related and fields.find("negative"):
             name = fields.name("negative")
             raise UnreadColumn(
-                f"{name}: it is read with train.embed.negatives=true",
-                "set it, or take the column out of the records",
+                "train.embed.negatives",
+                f"true, or records without the column {name}",
             )
         return found
 
@@ -347,14 +358,23 @@ class Renderer:
         return [Rendered(text=text, answers=None, ends=True, label=number)]
 
     def _class_number(self, value: Any, name: str) -> int:
-        number = class_number(value, self.classes)
+        number = class_number(value, self.classes, numbered=self.classes_numbered)
         if number is None:
             known = ", ".join(self.classes[:MOST_SHOWN])
             more = ", …" if len(self.classes) > MOST_SHOWN else ""
             is_other = isinstance(value, list | dict)
             label = shown(value) if is_other else class_name(value) or "nothing"
-            raise BadRecord(f"{name}: expected one of {known}{more}, not {label}")
+            unnumbered = self._unnumbered if is_number(label) else ""
+            raise BadRecord(f"{name}: expected one of {known}{more}, not {label}{unnumbered}")
         return number
+
+    @property
+    def _unnumbered(self) -> str:
+        """What is to be said of numbers, where the classes have none."""
+        if self.classes_numbered or any(map(is_number, self.classes)):
+            return ""
+        section = "classify_tokens" if self.classes_of_words else "classify"
+        return f" (numbers stand for the classes of train.{section}.classes, in their order)"
 
     def _tagged(self, fields: Fields) -> list[Rendered]:
         """The words of a text, and the class of each."""
@@ -588,6 +608,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         related=plan.related.columns if plan.related is not None else (),
         classes=plan.classes,
         classes_of_words=plan.classes_of_words,
+        classes_numbered=plan.classes_numbered,
         processor=plan.tokenizer if plan.images else None,
     )
 

@@ -194,6 +194,10 @@ DOCUMENT = "-DOCSTART-"
 """First field of the lines of CoNLL's files that stand before a document."""
 
 
+UNIVERSAL = 10
+"""Fields of a word in CoNLL-U, which begin with its number."""
+
+
 def conll_pieces(path: Path) -> Pieces:
     """The texts of a file in CoNLL's form, each as a line of JSON with `tokens` and `labels`.
 
@@ -215,6 +219,10 @@ def conll_pieces(path: Path) -> Pieces:
     with open_unpacked(path) as file:
         for number, line in enumerate(_decoded_lines(path, file), 1):
             fields = _fields(line)
+            if not words and (line.startswith("# ") or _is_universal(fields)):
+                expected = "a word first and its class last, without comments, not CoNLL-U"
+                fix = "write columns of words and classes alone, or records with tokens and labels"
+                raise _no_table(path, number, expected, fix)
             if not fields or fields[0] == DOCUMENT:
                 finish()
             elif len(fields) < 2 or (words and len(fields) != len(words[0])):
@@ -267,6 +275,11 @@ def _fields(line: str) -> list[str]:
     if not line.strip():
         return []
     return line.split("\t") if "\t" in line else [field for field in line.split(" ") if field]
+
+
+def _is_universal(fields: Sequence[str]) -> bool:
+    """Whether these are the fields of the first word of a sentence in CoNLL-U."""
+    return len(fields) == UNIVERSAL and fields[0].partition("-")[0] == "1"
 
 
 def _separator(path: Path, header: str) -> str:

@@ -17,6 +17,7 @@ from colotrain.data.prepare.corpora import DataFile
 from colotrain.data.prepare.packed_files import import_pyarrow, open_unpacked
 from colotrain.data.prepare.parsed_files import (
     BLOCK_BYTES,
+    LABEL_MARK,
     Pieces,
     conll_pieces,
     json_pieces,
@@ -24,6 +25,7 @@ from colotrain.data.prepare.parsed_files import (
     table_pieces,
 )
 from colotrain.errors import ColotrainError, fix_of
+from colotrain.spec.objectives import IGNORE_INDEX
 
 BLOCK_ROWS = 1024
 FEW_ROWS = 32
@@ -35,7 +37,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Memo
 UNREAD = b"unread"
 """Key of a batch's metadata with the names of columns that are not read: their values are `...`."""
 NAMES = b"names"
-"""Key of a batch's metadata with names of classes, by column, which stand for their numbers."""
+"""Key of a batch's metadata with names of classes, by column, for their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,8 @@ class Block:
     """Name of the file in the corpus; its hash with a record's number decides the split."""
     split: str | None
     kind: str
-    """Kind of `payload`: lines (of JSON), table (JSON of a table's header and rows) or arrow (an
-    Arrow stream)."""
+    """Kind of `payload`: lines (of JSON), labelled (the same, of a file in fastText's form), table
+    (JSON of a table's header and rows) or arrow (an Arrow stream)."""
     numbers: Sequence[int]
     """Number of each line, record or row, from 1."""
     payload: bytes
@@ -64,9 +66,10 @@ class BadRecord(Exception):
 class UnreadColumn(BadRecord):
     """A record with a column that a setting alone reads: no record is left out for it."""
 
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(problem)
-        self.fix = fix
+    def __init__(self, key: str, expected: str) -> None:
+        """`key`: the setting, a switch that is off."""
+        super().__init__(f"{key}: {expected}")
+        self.key, self.expected = key, expected
 
 
 def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
@@ -84,19 +87,26 @@ def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
         )
 
 
-def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
-    """Each record of a block with its number, or a `BadRecord` where it cannot be parsed."""
+def parse(
+    block: Block, labels: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
+    """Each record of a block with its number, or a `BadRecord` where it cannot be parsed.
+
+    `labels`: columns with classes, of which a record's first one has names in place of the numbers
+    of classes that the file lists.
+    """
     if block.kind == "arrow":
         with _errors_told(f"{block.file}: its rows cannot be read"):
-            yield from zip(block.numbers, _from_arrow(block.payload), strict=True)
+            yield from zip(block.numbers, _from_arrow(block.payload, labels), strict=True)
     elif block.kind == "table":
         header, *rows = json.loads(block.payload)
         for number, row in zip(block.numbers, rows, strict=True):
             yield number, _from_row(header, row)
     else:
+        read = _from_labelled_line if block.kind == "labelled" else _from_line
         for number, line in zip(block.numbers, block.payload.split(b"\n"), strict=False):
             if line.strip():
-                yield number, _from_line(line)
+                yield number, read(line)
 
 
 def _from_row(header: list[str], row: list[str]) -> dict[str, Any] | BadRecord:
@@ -118,6 +128,15 @@ def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
         return BadRecord(f"not JSON ({error})")
     if not isinstance(found, dict):
         return BadRecord(f"expected a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _from_labelled_line(line: bytes) -> dict[str, Any] | BadRecord:
+    found = _from_line(line)
+    words = [] if isinstance(found, BadRecord) else str(found["text"]).split()
+    late = next((word for word in words if word.startswith(LABEL_MARK)), None)
+    if late is not None:
+        return BadRecord(f"{late} is within the text: classes stand before it")
     return found
 
 
@@ -231,11 +250,24 @@ def _names_in(feature: Any) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _as_names(value: Any, names: list[str]) -> Any:
+def _with_names(
+    record: dict[str, Any], labels: Sequence[str], named: dict[str, list[str]]
+) -> dict[str, Any] | BadRecord:
+    column = next((name for name in labels if record.get(name) is not None), None)
+    if column is None or column not in named:
+        return record
+    try:
+        return record | {column: _as_names(column, record[column], named[column])}
+    except BadRecord as error:
+        return error
+
+
+def _as_names(column: str, value: Any, names: list[str]) -> Any:
     if isinstance(value, list):
-        return [_as_names(one, names) for one in value]
-    is_known = isinstance(value, int) and 0 <= value < len(names)
-    return names[value] if is_known else value
+        return [one if one == IGNORE_INDEX else _as_names(column, one, names) for one in value]
+    if isinstance(value, int) and not 0 <= value < len(names):
+        raise BadRecord(f"{column}: {value} is none of the file's {len(names)} classes")
+    return names[value] if isinstance(value, int) else value
 
 
 def _stored_batches(source: Any) -> Iterator[Any]:
@@ -248,7 +280,7 @@ def _stored_batches(source: Any) -> Iterator[Any]:
     yield from pa.ipc.open_stream(source)
 
 
-def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
+def _from_arrow(payload: bytes, labels: Sequence[str]) -> Iterator[dict[str, Any] | BadRecord]:
     pa = import_pyarrow()
     stream = pa.ipc.open_stream(payload)
     unread = dict.fromkeys(json.loads(stream.schema.metadata[UNREAD]), ...)
@@ -257,7 +289,7 @@ def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
         batch.validate(full=True)  # offsets may point anywhere, and texts be no UTF-8
         for row in batch.to_pylist():
             found = {name: _without_nulls(value) for name, value in row.items()}
-            yield found | {n: _as_names(found[n], named[n]) for n in named if n in found} | unread
+            yield _with_names(found | unread, labels, named)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -272,7 +304,7 @@ READERS: dict[str, tuple[str, Callable[[Path, frozenset[str]], Pieces]]] = {
     "json": ("lines", lambda path, _: json_pieces(path)),
     "csv": ("table", lambda path, _: table_pieces(path)),
     "conll": ("lines", lambda path, _: conll_pieces(path)),
-    "fasttext": ("lines", lambda path, _: labelled_pieces(path)),
+    "fasttext": ("labelled", lambda path, _: labelled_pieces(path)),
     "parquet": ("arrow", lambda path, names: _rows("parquet", path, _parquet_batches(path, names))),
     "arrow": ("arrow", lambda path, names: _rows("arrow", path, _arrow_batches(path, names))),
 }

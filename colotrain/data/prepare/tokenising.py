@@ -72,7 +72,7 @@ class Encoded:
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
     unread: tuple[str, str, str] | None = None
-    """The first record with an `UnreadColumn`: `FILE:LINE`, reason and fix."""
+    """The first record with an `UnreadColumn`: `FILE:LINE`, the setting and what is expected."""
     margins: dict[str, bytes] = field(default_factory=dict)
     """Margin of each pair, where pairs have one."""
     notes: list[Note] = field(default_factory=list)
@@ -115,8 +115,9 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
         num_bad = 0
         for piece in encoded:
             if piece.unread:
-                place, why, fix = piece.unread
-                raise ConfigError([Problem(key=place, expected=f"no such column ({why})", fix=fix)])
+                place, key, expected = piece.unread
+                told, fix = f"{expected} ({place} has one)", f"set {key}=true"
+                raise ConfigError([Problem(key=key, value=False, expected=told, fix=fix)])
             if piece.bad and plan.on_bad == "stop":
                 raise _bad_records(piece.bad)
             num_bad += len(piece.bad)
@@ -247,14 +248,14 @@ def encode(block: Block) -> Encoded:
     """Tokenize a block's records."""
     documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     bad, notes, left = [], [], None
-    for number, record in records.parse(block):
+    for number, record in records.parse(block, _task.renderer.labels):
         place = f"{block.file}:{number}"
         try:
             if isinstance(record, BadRecord):
                 raise record
             found = _documents(record, block.file)
         except UnreadColumn as error:
-            left = left or (place, str(error), error.fix)
+            left = left or (place, error.key, error.expected)
             continue
         except (BadRecord, RecursionError) as error:
             deep = isinstance(error, RecursionError)
@@ -414,7 +415,7 @@ def _training_texts(
     """The texts of the train split, without bad records, which `write_records` reports."""
     total, before = sum(f.size_bytes for f in files), _starts(files)
     for block in _blocks(files, renderer):
-        for number, record in records.parse(block):
+        for number, record in records.parse(block, renderer.labels):
             if split_of(block, number, plan.validation_fraction) != "train":
                 continue
             try:

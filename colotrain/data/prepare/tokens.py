@@ -34,7 +34,7 @@ from colotrain.spec.plan import DataPlan
 
 __all__ = ["Prepared", "Progress", "decode", "prepare", "prepare_shards"]
 
-FORMAT = 8  # of cache entries: a change makes all earlier entries unused
+FORMAT = 9  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 
@@ -214,6 +214,7 @@ def _own_files(plan: DataPlan, family: str) -> tuple[list[DataFile], str]:
         pairs += f" {plan.related.columns}" if plan.related is not None else ""
         pairs += f" margins {plan.margins}" if plan.margins is not None else ""
         words = " of words" if plan.classes_of_words else ""
+        words += " numbered" if plan.classes_numbered else ""
         pairs += f" classes{words} {plan.classes!r}" if plan.classes else ""
         salt += f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
     if family == "records" and plan.images:

@@ -54,7 +54,8 @@ def test_classes_are_the_training_records_in_an_order_of_their_own(tmp_path: Pat
     ("record", "why"),
     [
         ({"text": "a", "label": "ugly"}, "label: expected one of bad, good, not ugly"),
-        ({"text": "a"}, "label: expected one of bad, good, not nothing"),
+        ({"text": "a", "label": "1"}, r"not 1 \(numbers stand .* of train.classify.classes, in"),
+        ({"text": "a"}, "label: expected one of bad, good, not nothing$"),
         ({"label": "bad"}, "text: expected a text, and there is none"),
         ({"text": 3, "label": "bad"}, "text: expected text, not "),
     ],
@@ -131,6 +132,8 @@ def test_lines_of_fasttext_have_their_class_before_the_text(tmp_path: Path) -> N
         ("__label__good __label__bad both", "label: expected one of bad, good, not "),
         ("neither", "label: expected one of bad, good, not nothing"),
         ("__label__good", "text: expected a text, and there is none"),
+        ("__label__good once __label__bad", "__label__bad is within the text: classes stand befo"),
+        ("once\t__label__bad", "__label__bad is within the text"),
     ):
         train.write_text(f"__label__good a\n{line}\n")
         with pytest.raises(ConfigError, match=rf"train\.txt:2: .*{why}"):

@@ -84,6 +84,14 @@ def test_files_of_conll_have_a_word_and_its_class_on_a_line(words: Path) -> None
     (words / "train.conll").write_text("ab NN B-X\nc\n")
     with pytest.raises(ConfigError, match=r"train\.conll:2: expected 3 fields as above, not 1"):
         rows(plan, words.parent)
+    universal = "1\tab\tab\tNOUN\tNN\t_\t0\troot\t_\t_\n"
+    for head, line in (("", 1), ("# text = ab\n", 1), ("a NN O\n\n", 3)):
+        (words / "train.conll").write_text(head + universal)
+        with pytest.raises(ConfigError, match=rf"train\.conll:{line}: .*not CoNLL-U"):
+            rows(plan, words.parent)
+    (words / "train.conll").write_text("# NN O\n")
+    with pytest.raises(ConfigError, match=r"train\.conll:1: .*without comments"):
+        rows(plan, words.parent)
 
 
 @pytest.mark.parametrize("name", ["train.parquet", "train.arrow"])
@@ -114,8 +122,39 @@ def test_numbers_of_the_datasets_library_have_its_names(words: Path, name: str) 
     assert sample["labels"] == 1
 
 
+def listed(folder: Path, feature: str, names: tuple[str, ...], **columns: list[Any]) -> None:
+    """Write a Parquet file whose column `feature` has numbers of these classes."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    features = {feature: {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), folder / "train.parquet")
+
+
+def test_a_number_outside_a_files_classes_is_a_bad_record(words: Path) -> None:
+    texts = {"text": ["a", "b", "c"], "label": [1, -1, 0]}
+    listed(words, "label", ("yes", "maybe", "no"), **texts)
+    settings: dict[str, Any] = {"classes_of_words": False, "validation_fraction": 0.0}
+    assert find_classes([plan_of(words, **settings)]) == ("yes", "maybe", "no")
+    settings["classes"] = ("yes", "maybe", "no")
+    with pytest.raises(ConfigError, match=r":2: .*label: -1 is none of the file's 3 classes"):
+        rows(plan_of(words, **settings), words.parent)
+    found = rows(plan_of(words, on_bad="skip", **settings), words.parent)
+    assert [row["labels"] for row in found] == [1, 0]
+
+
+def test_other_objectives_have_the_numbers_of_a_files_classes(words: Path) -> None:
+    answers = {"prompt": ["a", "b"], "completion": ["b", "c"], "label": [1, 0]}
+    listed(words, "label", ("bad", "good"), **answers)
+    settings: dict[str, Any] = {"classes_of_words": False, "rated": True}
+    (part,) = describe(plan_of(words, validation_fraction=0.0, **settings))["parts"]
+    assert part["documents"]["train"] == 2
+
+
 def test_numbers_are_those_of_named_classes() -> None:
-    assert [class_number(value, CLASSES) for value in ("I-X", 2, "1", 3, -1, True)] == [
+    labels = ("I-X", 2, "1", 3, -1, True)
+    assert [class_number(value, CLASSES, numbered=True) for value in labels] == [
         2,
         2,
         1,
@@ -123,8 +162,13 @@ def test_numbers_are_those_of_named_classes() -> None:
         None,
         None,
     ]
-    assert class_number(1, ("2", "1", "0")) == 1
-    assert class_number(0, ("2", "1")) is None
+    assert class_number(1, ("2", "1", "0"), numbered=False) == 1
+    assert class_number(0, ("2", "1"), numbered=True) is None
+    assert [class_number(value, CLASSES, numbered=False) for value in ("I-X", 2, "1")] == [
+        2,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,9 @@ AXOLOTLS: tuple[tuple[Config, Config], ...] = (
     ({"rl": "orpo", "orpo_alpha": 0.3}, of("orpo", beta=0.3)),
     ({"rl": "orpo", "orpo_alpha": 0.3, "rl_beta": 0.4}, of("orpo", beta=0.4)),
     ({"rl": "simpo", "simpo_gamma": 0.7, "cpo_alpha": 0}, of("simpo", beta=0.1, gamma=0.7)),
+    ({"rl": "simpo", "simpo_gamma": 0, "cpo_alpha": 0}, of("simpo", beta=0.1, gamma=0.0)),
+    ({"trl": {"beta": 0.3}, "rl": "dpo", "rl_beta": 0.4}, of("dpo", beta=0.3)),
+    ({"rl": "kto", "dpo_beta": 0.5, "trl": {"beta": 0.2}, "rl_beta": 0.4}, of("kto", beta=0.2)),
     ({"reward_model": True, "num_labels": 1}, of("reward", center_coefficient=0.0)),
     (
         {"reward_model": True, "center_rewards_coefficient": 0.01},
@@ -583,6 +586,14 @@ def test_what_the_user_must_say_is_asked(kind: str, more: Config, key: str, told
     assert finding.outcome == "asked"
     assert told in finding.note
     assert any(told in question for question in recipes.questions(kind, found))
+
+
+def test_of_several_keys_of_one_number_the_others_are_decided() -> None:
+    given = {"rl": "orpo", "orpo_alpha": 0.5, "rl_beta": 0.4, "trl": {"beta": 0.3}}
+    _, found = imported("axolotl", given)
+    told = {f.key: (f.outcome, f.note) for f in found if f.settings or "counts" in f.note}
+    assert told["trl.beta"][0] == "taken"
+    assert told["rl_beta"] == told["orpo_alpha"] == ("decided", "trl.beta counts")
 
 
 def test_two_datasets_with_columns_of_two_names_are_asked_about() -> None:

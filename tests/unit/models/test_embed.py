@@ -130,7 +130,7 @@ def test_a_record_has_a_query_and_what_is_found_by_it() -> None:
         ({"query": "a"}, "positive: expected a text; the record has query"),
         ({"query": " ", "positive": "b"}, "query: it is empty"),
         ({"query": "a", "positive": 3}, "positive: expected text, not"),
-        ({"query": "a", "positive": "b", "negative": "c"}, "train.embed.negatives=true"),
+        ({"query": "a", "positive": "b", "negative": "c"}, "train.embed.negatives: true, or rec"),
     ):
         with pytest.raises(BadRecord, match=why):
             renderer.documents(record)

@@ -68,8 +68,21 @@ def test_each_pair_has_its_own_margin(tmp_path: Path) -> None:
 def test_margins_that_are_not_read_are_told_at_once(tmp_path: Path) -> None:
     write(tmp_path, PAIR, PAIR | {"margin": 0.0})
     plan = plan_of(tmp_path, margins=False, on_bad="skip")
-    with pytest.raises(ConfigError, match=r"train.jsonl:2: .*train.reward.margins=true"):
+    with pytest.raises(ConfigError) as error:
         open_samples(plan, "train", cache=tmp_path / "cache")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.fix) == ("train.reward.margins", "set train.reward.margins=true")
+    assert f"column margin ({tmp_path / 'train.jsonl'}:2 has one)" in problem.expected
+
+
+def test_columns_of_other_objectives_are_not_asked_for() -> None:
+    def wanted(**more: Any) -> set[str]:
+        renderer = Renderer(columns={}, loss_on="answers", template=None, **more)
+        return {"tokens", "labels", "margin"} & renderer.wanted()
+
+    assert wanted() == wanted(pairs=True) == set()
+    assert wanted(pairs=True, margins=False) == {"margin"}
+    assert wanted(classes=("a", "b"), classes_of_words=True) == {"tokens", "labels"}
 
 
 @pytest.mark.parametrize("value", [None, "much", True, float("nan"), float("inf"), [1]])

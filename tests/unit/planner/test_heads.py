@@ -10,7 +10,7 @@ import pytest
 
 from colotrain.config.schema import Classify, Config, Data, Model, Train
 from colotrain.errors import Problem
-from colotrain.planner.heads import check_brought_head, classes_of, padding_id
+from colotrain.planner.heads import check_brought_head, classes_of, padding_id, states_order
 
 
 def settings(folder: Path, config: dict[str, Any], **model: Any) -> Config:
@@ -56,6 +56,28 @@ def test_named_classes_rename_those_of_a_classifier_and_move_none(tmp_path: Path
     assert found("yes", "never") == (("yes", "never"), [])
     _, (problem,) = found("no", "yes")
     assert problem.startswith("train.classify.classes=no, yes: expected the model's own classes in")
+
+
+def test_numbers_are_labels_where_the_order_of_the_classes_is_stated(tmp_path: Path) -> None:
+    known = {"architectures": ["LlamaForSequenceClassification"]}
+    known |= {"id2label": {"0": "yes", "1": "no"}}
+
+    def found(config: dict[str, Any], labels: list[Any], *named: str) -> tuple[Any, bool, str]:
+        problems: list[Problem] = []
+        made = settings(tmp_path, config)
+        made.train.classify.classes[:] = named
+        lines = [json.dumps({"text": "a", "label": label}) + "\n" for label in labels]
+        (tmp_path / "rows.jsonl").write_text("".join(lines))
+        classes = classes_of(made, problems)
+        return classes, states_order(made, classes), "".join(map(str, problems))
+
+    assert found({}, ["bad", "good"]) == (("bad", "good"), False, "")
+    assert found({}, [0, 1], "bad", "good") == (("bad", "good"), True, "")
+    assert found(known, [1, "0"]) == (("yes", "no"), True, "")
+    assert found(known, [0, 2])[2].startswith("model.hf: expected a model whose classes")
+    mixed = found({}, ["0", 1, "bad", "good"])[2]
+    assert mixed.startswith("train.classify.classes=: expected the names of the classes in their")
+    assert "numbers (0, 1) and others names (bad, good)" in mixed
 
 
 @pytest.mark.parametrize("config", [[], 3, {"id2label": {"a": "b"}, "architectures": ["x"]}])
