@@ -19,6 +19,7 @@ from colotrain.engine.step import precompute
 from colotrain.models.llm import LLM
 from colotrain.models.objective import kept_of
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import Axis, Ranks
 from colotrain.spec.objectives import DPO, DistillPlan
 from colotrain.spec.plan import DataPlan, ModelPlan
 
@@ -26,8 +27,9 @@ VOCAB = 17
 DISTILL = DistillPlan(teacher="", top_k=5, alpha=0.7, temperature=1.7)
 
 
-def plan_of(kind: str) -> Any:
+def plan_of(kind: str, *, world: int = 1, tp: int = 1) -> Any:
     return SimpleNamespace(
+        ranks=Ranks({Axis.DP_SHARD: world // tp, Axis.TP: tp}),
         batch=SimpleNamespace(micro_batch=3),
         train=SimpleNamespace(precision="fp32"),
         model=ModelPlan(target="", objective=DISTILL if kind == "teacher" else DPO()),
@@ -101,18 +103,23 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows(
     torch.testing.assert_close(found, expected(model, kind, ids[9]), check_dtype=False)
 
 
-def test_ranks_share_the_samples_and_none_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_share_the_samples_and_none_is_written_twice(
+    tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that divide matrices have the same samples, which one of them writes."""
+    world = 2 * tp
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     own = [{"labels": torch.tensor([i])} for i in range(11)]
-    plan, calls = plan_of("reference"), []
+    plan, calls = plan_of("reference", world=world, tp=tp), []
 
     def rows(model: nn.Module, batch: Any) -> Tensor:
         calls.append(len(batch["labels"]))
         return batch["labels"].double()
 
     written = []
-    for rank in (0, 1):
+    for rank in range(world):
         run: Any = SimpleNamespace(
             plan=plan,
             sharded=SimpleNamespace(calls={}),
@@ -126,7 +133,7 @@ def test_ranks_share_the_samples_and_none_is_written_twice(monkeypatch: pytest.M
         assert kept is not None
         kept = replace(kept, rows=rows)
         precompute.compute(run, nn.Identity(), samples, [*range(11)], kept)
-    assert calls == [3, 3, 3, 3]  # as many on both ranks
+    assert calls == 2 * world * [3]  # as many on all ranks
     assert sorted(i for i, _ in written) == [*range(11)]
     assert all(row.item() == i for i, row in written)
 
