@@ -125,7 +125,8 @@ def test_a_step_is_that_of_transformers_example(colotrain: Colotrain, kind: str)
 def verified(colotrain: Colotrain, *words: str) -> None:
     result = colotrain("verify", *SETTINGS, *words, "--freeze", "none", "--json")
     assert result.code == 0, result.out + result.err
-    assert 0.0 < max(case["max_abs_gradient"] for case in result.json["cases"]) < 1e-6
+    # verify's limit is 1e-6 of the largest gradient, which is above 1 here
+    assert all(0.0 < case["max_abs_gradient"] < 1e-5 for case in result.json["cases"])
 
 
 @pytest.mark.slow
