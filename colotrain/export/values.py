@@ -20,7 +20,7 @@ from colotrain.models.adapter_kinds.bases import BaseChange
 from colotrain.models.huggingface_files import Source
 from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build_whole
-from colotrain.models.quantized.filling import packed_rows
+from colotrain.models.quantized.filling import packed_part, packed_rows
 from colotrain.models.quantized.layers import packed_weights, scales_of
 from colotrain.models.quantized.schemes import Packed
 from colotrain.models.quantized.stored import open_weights
@@ -60,7 +60,7 @@ def _unpack_(entries: dict[str, Entry], model: nn.Module) -> None:
 
 
 def _read_blocks(weight: PackedWeight, codes: Entry, scales: Entry) -> Tensor:
-    return weight.whole(packed=Packed(codes.read(), scales.read())).contiguous()
+    return _whole_of(weight, Packed(codes.read(), scales.read()))
 
 
 def _weight_entry(name: str, weight: PackedWeight, read: Callable[[], Tensor]) -> Entry:
@@ -139,15 +139,21 @@ def initial_entries(job: Job, left_out: Collection[str]) -> dict[str, Entry]:
             pack = partial(_packed_again, weight, stored, found[name])
             read[name] = _weight_entry(name, weight, pack)
         return read | {n: _whole_entry(n, drawn[n]) for n in left_out if n in drawn}
-    made = build_whole(replace(plan, adapter=None), seed=job.plan.train.seed)
-    known = dict(made.named_parameters())
-    return {n: _whole_entry(n, known[n].detach()) for n in left_out}
+    made = build_whole(replace(plan, adapter=None, quantize=None), seed=job.plan.train.seed)
+    known = {name: parameter.detach() for name, parameter in made.named_parameters()}
+    packed = packed_weights(on_meta(plan)) if plan.quantize is not None else {}
+    known |= {n: _whole_of(w, packed_part(w, known[n])) for n, w in packed.items()}
+    scales = {scales_of(name) for name in packed}
+    return {n: _whole_entry(n, known[n]) for n in left_out if n not in scales}
 
 
 def _packed_again(weight: PackedWeight, stored: StoredTensors, source: Source) -> Tensor:
     """Return the weight that the run computed with: of blocks made of the directory, as before."""
     num = len(weight.packed.codes)
-    packed = packed_rows(weight, stored, source, begin=0, num=num)
+    return _whole_of(weight, packed_rows(weight, stored, source, begin=0, num=num))
+
+
+def _whole_of(weight: PackedWeight, packed: Packed) -> Tensor:
     return weight.whole(packed=packed).contiguous()
 
 

@@ -107,7 +107,11 @@ def _packed_between(
     return scheme.packed(numbers.to(device), inputs)
 
 
-def _packed_part(weight: PackedWeight, whole: Tensor, *, begin: int, num: int) -> Packed:
+def packed_part(
+    weight: PackedWeight, whole: Tensor, *, begin: int = 0, num: int | None = None
+) -> Packed:
+    """Return blocks of the whole parameter: `num` from the block `begin` on, or all of them."""
+    num = len(weight.packed.codes) if num is None else num
     block = weight.scheme.block_of(weight.inputs)
     numbers = weight.scheme.numbers(weight.as_rows(whole))[begin * block : (begin + num) * block]
     return weight.scheme.packed(numbers, weight.inputs)
@@ -127,7 +131,7 @@ def packing(model: nn.Module, shards: Shards) -> Shards:
             shards.write(parameter, whole)
             return
         weight, packed = known[id(parameter)]
-        _store_(packed, shards, partial(_packed_part, weight, whole))
+        _store_(packed, shards, partial(packed_part, weight, whole))
 
     def read(parameter: Tensor) -> Tensor:
         if id(parameter) not in known:
