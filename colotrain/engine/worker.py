@@ -201,6 +201,8 @@ def assemble(
         tiers=building.tiers,
         undecayed=building.undecayed,
         seed=plan.train.seed,
+        parts=sharded.parts,
+        comms=sharded.comms,
     )
     optimizer.add(sharded.trained())
     rank = dist.get_rank()

@@ -114,10 +114,11 @@ def owned_matrices(layout: Layout, survey: Survey) -> OwnedMatrices:
     if not optimizer_of(layout.optim.name).tells_hidden:
         return OwnedMatrices()
     trained = [p for p in survey.parameters if p.frozen_by is None]
-    shapes = [p.shape for p in trained if is_in_a_layer(p.name, p.shape)]
+    shapes = [p.whole_shape for p in trained if is_in_a_layer(p.name, p.shape)]
     if not shapes:
         return OwnedMatrices()
-    rounds, ranks = rounds_of(shapes, layout.shard), layout.shard
+    ranks = layout.shard * layout.tp
+    rounds = rounds_of(shapes, ranks)
     numel = sum(math.prod(shape) for shape in shapes)
     costs = [max(newton_schulz_flops(shapes[i]) for i, _ in pairs) for pairs in rounds]
     needed = [math.prod(s) * 3 + max(2 * min(s) ** 2, math.prod(s)) for s in shapes]

@@ -224,6 +224,7 @@ class PlanningContext(Examined):
         near = ranks.has_neighbours_on_node(PP, procs_per_node=procs)
         return replace(
             layout,
+            tp=mesh.tp,
             stages=mesh.pp,
             stage=self.stage.number,
             activation_bytes=sequence.activation_numel * itemsize // mesh.cp,

@@ -34,6 +34,8 @@ class Layout:
     shard: int
     """Number of ranks that a copy of the model is sharded over."""
     replicas: int = 1
+    tp: int = 1
+    """Ranks that divide each matrix of a shard."""
     accumulation_steps: int = 1
     micro_batch: int = 1
     precision: str = "fp32"

@@ -30,6 +30,8 @@ class Axis(StrEnum):
 PP, DP_REPLICATE, DP_SHARD, CP, TP = Axis
 STAGE = (DP_REPLICATE, DP_SHARD, TP)
 """Axes along which ranks of one pipeline stage differ; without stages, all ranks."""
+COPY = (DP_SHARD, TP)
+"""Axes along which the ranks that divide one copy of a stage's parameters differ."""
 SAMPLES = (PP, CP, TP)
 """Axes in which the ranks that work on the same samples differ."""
 

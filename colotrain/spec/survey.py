@@ -31,8 +31,14 @@ class ParameterInfo:
     dtype: str = "float32"
     is_cast: bool = True
     """Whether it is gathered in the compute dtype; whole numbers, as of packed blocks, are not."""
+    divided_shape: tuple[int, ...] | None = None
+    """Shape of the whole parameter where tensor-parallel ranks divide it; `shape` is a part's."""
     num_weights: int | None = None
     """Numbers of the model that it stands for, where it is packed; None: its own."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.divided_shape or self.shape
 
     @property
     def counted(self) -> int:
@@ -91,7 +97,10 @@ class Survey:
         parameters = []
         for p in self.parameters:
             shape = self.divisions.part_of(p.name, p.shape, ranks)
-            parameters.append(dataclasses.replace(p, shape=shape, numel=math.prod(shape)))
+            if shape != p.shape:
+                numel = math.prod(shape)
+                p = dataclasses.replace(p, shape=shape, numel=numel, divided_shape=p.shape)
+            parameters.append(p)
         return dataclasses.replace(self, parameters=tuple(parameters))
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from colotrain.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, STAGE, Axis, Ranks
+from colotrain.spec.axes import COPY, CP, DP_REPLICATE, DP_SHARD, PP, STAGE, TP, Axis, Ranks
 from colotrain.torch_internals import wait_as_long_as_all_
 
 
 class Groups:
     """`groups[axis]` has the ranks that differ from this one in an axis of the mesh alone.
 
-    `groups[STAGE]` has the ranks of this one's stage. All ranks must make the groups, and call
-    `another` and `new`. Every group has the timeout of the default one.
+    `groups[STAGE]` has the ranks of this one's stage, and `groups[COPY]` those of its copy there.
+    All ranks must make the groups, and call `another` and `new`. Every group has the timeout of the
+    default one.
     """
 
     def __init__(self, ranks: Ranks, device: str) -> None:
@@ -39,6 +40,10 @@ class Groups:
             axis: self.mesh.get_group(axis.value) for axis in ranks.sizes if axis is not CP
         }
         self._by_axes[STAGE] = dist.group.WORLD if PP not in ranks.sizes else self.another(*STAGE)
+        if TP not in ranks.sizes or DP_REPLICATE not in ranks.sizes:
+            self._by_axes[COPY] = self._by_axes[STAGE if TP in ranks.sizes else DP_SHARD]
+        else:
+            self._by_axes[COPY] = self.another(*COPY)
         if CP in ranks.sizes:
             self._by_axes[CP] = self.another(CP)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
+Slices = tuple[slice, ...]
+"""A slice of each dimension of a whole tensor."""
 
 
 class Layout(Protocol):
@@ -25,8 +27,12 @@ class Layout(Protocol):
         """Return the index in the whole parameter of this rank's first row."""
         ...
 
-    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
-        """Return the ranks that divide the parameter's rows; None where this rank has all."""
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that divide a copy of a stage's parameters; None: this rank alone."""
+        ...
+
+    def parts(self, shard: nn.Parameter) -> Sequence[Slices]:
+        """Return, by rank of `group`, where its numbers stand in the whole parameter."""
         ...
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
@@ -55,8 +61,11 @@ class Unsharded:
     def first_row(self, shard: nn.Parameter) -> int:
         return 0
 
-    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         return None
+
+    def parts(self, shard: nn.Parameter) -> Sequence[Slices]:
+        return (tuple(slice(0, size) for size in shard.shape),)
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         return None

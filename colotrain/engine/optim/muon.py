@@ -25,8 +25,8 @@ Hidden = tuple[nn.Parameter, Tensor, dict[str, Any]]
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum (Jordan et al. 2024) for hidden matrices, AdamW for the others.
 
-    Momentum is sharded like the parameter. Each matrix is put together on one rank, which iterates
-    and sends every rank its rows of the result, both in bfloat16. Steps are scaled to AdamW's size
+    Momentum is divided like the parameter. Each matrix is put together on one rank, which iterates
+    and sends every rank its part of the result, both in bfloat16. Steps are scaled to AdamW's size
     (0.2 √ of the larger side; Liu et al. 2025), so that one learning rate serves both. All ranks
     must step alike.
     """
@@ -70,11 +70,11 @@ class Muon(torch.optim.Optimizer):
         """Update matrices, each of which one of the ranks that divide it makes orthogonal."""
         hidden = [each for each in hidden if self.layout.whole_shape(each[0]).numel()]
         shapes = [self.layout.whole_shape(parameter) for parameter, *_ in hidden]
-        ranks = self.layout.group(hidden[0][0]) if hidden else None
+        ranks = self.layout.group()
         for pairs in rounds_of(shapes, 1 if ranks is None else ranks.size()):
             chosen = [hidden[index] for index, _ in pairs]
-            exchange = Exchange(ranks, [shapes[i] for i, _ in pairs], [owner for _, owner in pairs])
-            self._update(chosen, exchange)
+            parts = [self.layout.parts(parameter) for parameter, *_ in chosen]
+            self._update(chosen, Exchange(ranks, parts, [owner for _, owner in pairs]))
 
     def _update(self, chosen: list[Hidden], exchange: Exchange) -> None:
         """torch.optim.Muon's update, Nesterov momentum included, of one round's matrices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.base import Unsharded
+from colotrain.engine.optim.base import Slices, Unsharded
 from colotrain.engine.optim.optimizers import make, needs_loops
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
@@ -24,11 +25,11 @@ from colotrain.engine.optim.users_optimizers import (
     to_checkpoint_layout,
     updating_in_place,
 )
-from colotrain.engine.parts.part_map import local_part, rows_of
+from colotrain.engine.parts.part_map import PartMap, local_part
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
 from colotrain.lost_peers import peer_lost_in
-from colotrain.spec.axes import DP_SHARD
+from colotrain.spec.axes import COPY, DP_SHARD
 from colotrain.spec.offload import StatePerRow
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -60,9 +61,14 @@ class ShardOptimizer:
         tiers: Tiers | None = None,
         undecayed: Set[str] = frozenset(),
         seed: int = 0,
+        parts: PartMap | None = None,
+        comms: Groups | None = None,
     ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
         self.seed, self.kind = seed, optimizer_of(plan.name)
+        self.map, self.comms = parts, comms
+        self._parts: dict[str, Sequence[Slices]] = {}
+        """Name → what each rank of `group` has of the parameter."""
         self.of_shards = plan.name in OPTIMIZERS
         """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
@@ -115,20 +121,27 @@ class ShardOptimizer:
         ndim = self.parameters[name].ndim
         return settings_of(name, ndim, self.plan, undecayed=self.undecayed)
 
-    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
-        """Return the ranks that divide the parameter's rows; None where this rank has all."""
-        parameter = self.parameters[self._names[shard]]
-        if not isinstance(parameter, DTensor):
-            return None
-        return parameter.device_mesh.get_group(DP_SHARD)
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that divide a copy of a stage's parameters; None: this rank alone."""
+        return None if self.comms is None else self.comms[COPY]
+
+    def parts(self, shard: nn.Parameter) -> Sequence[Slices]:
+        """Return, by rank of `group`, where its numbers stand in the whole parameter."""
+        name = self._names[shard]
+        if self.comms is None or self.map is None:
+            return Unsharded().parts(shard)
+        if name not in self._parts:
+            peers = self.comms.ranks.peers(self.comms.rank, *COPY)
+            self._parts[name] = [self.map.slices_on(name, rank) for rank in peers]
+        return self._parts[name]
 
     def name(self, shard: nn.Parameter) -> str:
         return self._names[shard]
 
     def first_row(self, shard: nn.Parameter) -> int:
         """Return the index in the whole parameter of this rank's first row."""
-        group, rows = self.group(shard), self.whole_shape(shard)[:1]
-        return 0 if group is None else rows_of(rows[0], group.rank(), group.size())[0]
+        begin = () if self.map is None else self.map[self._names[shard]].begin
+        return begin[0] if begin else 0
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
         """Return the rows of the whole parameter; None where this rank has all of it."""
@@ -136,7 +149,10 @@ class ShardOptimizer:
         return parameter.shape[0] if isinstance(parameter, DTensor) else None
 
     def whole_shape(self, shard: nn.Parameter) -> torch.Size:
-        return self.parameters[self._names[shard]].shape
+        return self._whole_shape(self._names[shard])
+
+    def _whole_shape(self, name: str) -> torch.Size:
+        return self.parameters[name].shape if self.map is None else torch.Size(self.map[name].whole)
 
     def sum_(self, values: Tensor) -> None:
         """Sum `values` in place over the ranks that share one copy of the model (collective)."""
@@ -349,7 +365,7 @@ class ShardOptimizer:
         for name in (name for visited in self._groups_to_update() for name in visited):
             stepped = self.stepped[name]
             if (names is None or name in names) and not self.torch.state[stepped]:
-                is_hidden, whole = self._settings(name).is_hidden, self.parameters[name].shape
+                is_hidden, whole = self._settings(name).is_hidden, self._whole_shape(name)
                 blank = _blank_state(self.plan, stepped, whole=whole, is_hidden=is_hidden)
                 self.torch.state[stepped] = blank
         if self.tiers is not None:

@@ -121,7 +121,7 @@ class PartMap(Mapping[str, Part]):
         is_here = stage in stages or parameter not in self.holders
         slices: tuple[slice, ...] = (slice(0, 0),) * len(shape)
         if is_here:
-            slices = self._slices(shape, split, is_sharded=is_sharded)
+            slices = self._slices(shape, split, is_sharded=is_sharded, rank=self.rank)
         has_any = is_here and all(s.start < s.stop for s in slices)
         alike = [axis for axis in STAGE if axis not in divided]
         position, number = self.ranks.index(self.rank, *alike), self.ranks.size(*alike)
@@ -137,17 +137,24 @@ class PartMap(Mapping[str, Part]):
             writes=stages[0] == stage and position == turn and (has_any or not is_sharded),
         )
 
-    def _slices(
-        self, shape: Sequence[int], split: Split | None, *, is_sharded: bool
-    ) -> tuple[slice, ...]:
-        slices = [slice(0, size) for size in shape]
-        if is_sharded:
-            shard, shards = self.ranks.coords(self.rank)[DP_SHARD], self.ranks.size(DP_SHARD)
-            first, length = rows_of(shape[0], shard, shards)
-            slices[0] = slice(first, first + length)
+    def slices_on(self, name: str, rank: int) -> tuple[slice, ...]:
+        """Return where a parameter's numbers on a rank of this one's stage stand in the whole."""
+        part, split = self[name], self.splits.get(name)
+        shape = list(part.whole)
         if split is not None:
-            own = slices[split.dim]
-            slices[split.dim] = slice(split.start + own.start, split.start + own.stop)
+            shape[split.dim] = split.size
+        return self._slices(shape, split, is_sharded=part.is_sharded, rank=rank)
+
+    def _slices(
+        self, shape: Sequence[int], split: Split | None, *, is_sharded: bool, rank: int
+    ) -> tuple[slice, ...]:
+        coords, slices = self.ranks.coords(rank), [slice(0, size) for size in shape]
+        if is_sharded:
+            first, length = rows_of(shape[0], coords[DP_SHARD], self.ranks.size(DP_SHARD))
+            slices[0] = slice(first, first + length)
+        if split is not None:  # which is even: a rank's part begins after those before it
+            own, begin = slices[split.dim], coords[TP] * split.size
+            slices[split.dim] = slice(begin + own.start, begin + own.stop)
         return tuple(slices)
 
 
