@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
         ("constant",),
         "the mean over all steps does what a falling rate does (a warm-up is of use)",
     ),
-    Rule("mesh.tp>1", "optim.name", (*ELEMENTWISE, "muon"), fix=WHOLE_MATRICES),
+    Rule("mesh.tp>1", "optim.name", (*ELEMENTWISE, "muon", "adafactor"), fix=WHOLE_MATRICES),
     Rule(
         "optim.rounding=stochastic,kahan",
         "optim.name",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from colotrain.engine.optim.base import Layout, batches, with_gradients
+from colotrain.engine.optim.base import OverShards, batches, with_gradients
 from colotrain.engine.optim.matrix_owners import Exchange
 from colotrain.spec.optimizers import NEWTON_SCHULZ_STEPS, rounds_of
 from colotrain.torch_internals import interpolate_
@@ -22,7 +21,7 @@ Hidden = tuple[nn.Parameter, Tensor, dict[str, Any]]
 """A matrix of a layer, its gradient and its parameter group."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(OverShards):
     """Orthogonalised momentum (Jordan et al. 2024) for hidden matrices, AdamW for the others.
 
     Momentum is divided like the parameter. Each matrix is put together on one rank, which iterates
@@ -31,23 +30,10 @@ class Muon(torch.optim.Optimizer):
     must step alike.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        layout: Layout,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "is_hidden": False})
-        self.layout = layout
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, is_hidden=False, **settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
+    def _update(self) -> None:
         hidden: list[Hidden] = []
         for group in self.param_groups:
             if group["is_hidden"]:
@@ -74,9 +60,9 @@ class Muon(torch.optim.Optimizer):
         for pairs in rounds_of(shapes, 1 if ranks is None else ranks.size()):
             chosen = [hidden[index] for index, _ in pairs]
             parts = [self.layout.parts(parameter) for parameter, *_ in chosen]
-            self._update(chosen, Exchange(ranks, parts, [owner for _, owner in pairs]))
+            self._update_round(chosen, Exchange(ranks, parts, [owner for _, owner in pairs]))
 
-    def _update(self, chosen: list[Hidden], exchange: Exchange) -> None:
+    def _update_round(self, chosen: list[Hidden], exchange: Exchange) -> None:
         """torch.optim.Muon's update, Nesterov momentum included, of one round's matrices."""
         parts = [
             torch.lerp(grad, self.state[p]["momentum_buffer"], group["betas"][1]).bfloat16()

@@ -29,7 +29,7 @@ from colotrain.engine.parts.part_map import PartMap, local_part
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
 from colotrain.lost_peers import peer_lost_in
-from colotrain.spec.axes import COPY, DP_SHARD
+from colotrain.spec.axes import COPY, Axis
 from colotrain.spec.offload import StatePerRow
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -143,10 +143,9 @@ class ShardOptimizer:
         begin = () if self.map is None else self.map[self._names[shard]].begin
         return begin[0] if begin else 0
 
-    def num_rows(self, shard: nn.Parameter) -> int | None:
-        """Return the rows of the whole parameter; None where this rank has all of it."""
-        parameter = self.parameters[self._names[shard]]
-        return parameter.shape[0] if isinstance(parameter, DTensor) else None
+    def divided(self, shard: nn.Parameter) -> Mapping[Axis, int]:
+        """Return axis → dimension of the parameter that the ranks along the axis divide."""
+        return {} if self.map is None else self.map[self._names[shard]].divided
 
     def whole_shape(self, shard: nn.Parameter) -> torch.Size:
         return self._whole_shape(self._names[shard])
@@ -154,10 +153,10 @@ class ShardOptimizer:
     def _whole_shape(self, name: str) -> torch.Size:
         return self.parameters[name].shape if self.map is None else torch.Size(self.map[name].whole)
 
-    def sum_(self, values: Tensor) -> None:
-        """Sum `values` in place over the ranks that share one copy of the model (collective)."""
-        sharded = next(p for p in self.parameters.values() if isinstance(p, DTensor))
-        dist.all_reduce(values, group=sharded.device_mesh.get_group(DP_SHARD))
+    def sum_(self, values: Tensor, axes: tuple[Axis, ...]) -> None:
+        """Sum `values` in place over the ranks that differ in `axes` (collective)."""
+        assert self.comms is not None
+        dist.all_reduce(values, group=self.comms[axes[0] if len(axes) == 1 else axes])
 
     @property
     def streams(self) -> bool:

@@ -113,8 +113,9 @@ class PartMap(Mapping[str, Part]):
         The tensor is `parameter`, or state of it. Without its division along TP it has `shape`,
         and its rows are divided if `is_sharded`. What belongs to no parameter is on all stages.
         """
-        split = self.splits.get(parameter) if is_sharded or name == parameter else None
-        split = split if split is not None and split.dim < len(shape) else None
+        split = self.splits.get(parameter)
+        if split is not None and not self._is_divided(shape, parameter, split):
+            split = None
         divided: dict[Axis, int] = {} if split is None else {TP: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
         stage, stages = self.ranks.coords(self.rank)[PP], self.holders.get(parameter, (0,))
@@ -136,6 +137,15 @@ class PartMap(Mapping[str, Part]):
             counts=stages[0] == stage and position == 0 and has_any,
             writes=stages[0] == stage and position == turn and (has_any or not is_sharded),
         )
+
+    def _is_divided(self, shape: Sequence[int], parameter: str, split: Split) -> bool:
+        """Whether a tensor of a parameter has the dimension that `split` divides.
+
+        Moments of rows or columns have 1 there.
+        """
+        known = self._parts.get(parameter)
+        is_alike = known is None or len(shape) == len(known.whole)
+        return is_alike and split.dim < len(shape) and shape[split.dim] == split.size
 
     def slices_on(self, name: str, rank: int) -> tuple[slice, ...]:
         """Return where a parameter's numbers on a rank of this one's stage stand in the whole."""
