@@ -117,8 +117,7 @@ def owned_matrices(layout: Layout, survey: Survey) -> OwnedMatrices:
     shapes = [p.whole_shape for p in trained if is_in_a_layer(p.name, p.shape)]
     if not shapes:
         return OwnedMatrices()
-    ranks = layout.shard * layout.tp
-    rounds = rounds_of(shapes, ranks)
+    ranks, rounds = layout.owners, rounds_of(shapes, layout.owners)
     numel = sum(math.prod(shape) for shape in shapes)
     costs = [max(newton_schulz_flops(shapes[i]) for i, _ in pairs) for pairs in rounds]
     needed = [math.prod(s) * 3 + max(2 * min(s) ** 2, math.prod(s)) for s in shapes]

@@ -19,7 +19,7 @@ from colotrain.planner.offload import offloaded_estimate
 from colotrain.planner.scale import Scale
 from colotrain.planner.stages import Stage
 from colotrain.planner.time import Part, chunk_shares, step_time
-from colotrain.spec.axes import DP_SHARD, PP, MeshPlan
+from colotrain.spec.axes import COPY, DP_SHARD, PP, MeshPlan
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
 from colotrain.spec.observing import ObservePlan
@@ -224,7 +224,7 @@ class PlanningContext(Examined):
         near = ranks.has_neighbours_on_node(PP, procs_per_node=procs)
         return replace(
             layout,
-            tp=mesh.tp,
+            owners=ranks.size(*COPY),
             stages=mesh.pp,
             stage=self.stage.number,
             activation_bytes=sequence.activation_numel * itemsize // mesh.cp,

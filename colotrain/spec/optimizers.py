@@ -124,7 +124,6 @@ OPTIMIZERS = {
         state_tensors=2, num_betas=(2,), counts_steps=True, is_elementwise=True, averages=True
     ),
 }
-ELEMENTWISE = tuple(name for name, known in OPTIMIZERS.items() if known.is_elementwise)
 CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)
 """Properties assumed of a user's optimizer, `package.module:Class`; its state may be smaller."""
 

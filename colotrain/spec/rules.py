@@ -14,7 +14,7 @@ from typing import Any
 
 from colotrain.errors import Problem
 from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
-from colotrain.spec.optimizers import ELEMENTWISE, OPTIMIZERS
+from colotrain.spec.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,6 @@ NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
-WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
 PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 
@@ -209,7 +208,7 @@ RULES: tuple[Rule, ...] = (
         ("constant",),
         "the mean over all steps does what a falling rate does (a warm-up is of use)",
     ),
-    Rule("mesh.tp>1", "optim.name", (*ELEMENTWISE, "muon", "adafactor"), fix=WHOLE_MATRICES),
+    Rule("optim.name=adamw8bit", "mesh.tp", (1,), "a scale is that of a block within a whole row"),
     Rule(
         "optim.rounding=stochastic,kahan",
         "optim.name",

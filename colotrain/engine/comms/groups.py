@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colotrain.spec.axes import COPY, CP, DP_REPLICATE, DP_SHARD, PP, STAGE, TP, Axis, Ranks
 from colotrain.torch_internals import wait_as_long_as_all_
@@ -50,6 +51,21 @@ class Groups:
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._by_axes[axes]
         return group
+
+    def by_matrices(self) -> DeviceMesh:
+        """Return the ranks of the only stage as a mesh in which TP comes before DP_SHARD.
+
+        So a parameter is divided: into parts of matrices, and each of these into shards.
+        """
+        axes = [axis for axis in (DP_REPLICATE, TP, DP_SHARD) if axis in self.ranks.sizes]
+        sizes = [self.ranks.size(axis) for axis in STAGE]
+        ranks = torch.arange(self.ranks.world).view(sizes).transpose(1, 2)
+        return DeviceMesh.from_group(
+            [self[axis] for axis in axes],
+            self.device,
+            ranks.reshape([self.ranks.size(axis) for axis in axes]),
+            mesh_dim_names=tuple(axis.value for axis in axes),
+        )
 
     def another(self, *axes: Axis) -> dist.ProcessGroup:
         """Make one more group of the ranks that differ in these axes, with an order of its own."""

@@ -21,6 +21,7 @@ from colotrain.engine.optim.parameter_settings import ParameterSettings, setting
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.optim.schedule_free import averaged
 from colotrain.engine.optim.users_optimizers import (
+    WholeMatrices,
     WholeNumbers,
     to_checkpoint_layout,
     updating_in_place,
@@ -29,7 +30,7 @@ from colotrain.engine.parts.part_map import PartMap, local_part
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
 from colotrain.lost_peers import peer_lost_in
-from colotrain.spec.axes import COPY, Axis
+from colotrain.spec.axes import COPY, TP, Axis
 from colotrain.spec.offload import StatePerRow
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -67,6 +68,8 @@ class ShardOptimizer:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
         self.seed, self.kind = seed, optimizer_of(plan.name)
         self.map, self.comms = parts, comms
+        self.whole: WholeMatrices | None = None
+        """What a user's optimizer gets where ranks divide matrices."""
         self._parts: dict[str, Sequence[Slices]] = {}
         """Name → what each rank of `group` has of the parameter."""
         self.of_shards = plan.name in OPTIMIZERS
@@ -91,7 +94,7 @@ class ShardOptimizer:
         fresh = {n: nn.Parameter(local_part(p.detach())) for n, p in parameters.items()}
         self.parameters.update(parameters)
         self.shards.update(fresh)
-        self.stepped.update(fresh if self.of_shards else parameters)
+        self.stepped.update(fresh if self.of_shards else self._as_users(parameters))
         self._names |= {self.stepped[name]: name for name in fresh}
         groups: dict[tuple[ParameterSettings, bool], list[nn.Parameter]] = {}
         if self.torch is None and not fresh:  # a pipeline stage that is frozen steps as the others
@@ -116,6 +119,13 @@ class ShardOptimizer:
             self._given.append({k: _copy(v) for k, v in made.items() if k != "params"})
         if self.tiers is not None:
             self.tiers.watch_gradients()
+
+    def _as_users(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """Return parameters as a user's optimizer gets them, as if no matrix was divided."""
+        if self.comms is None or self.map is None or self.comms.ranks.size(TP) == 1:
+            return parameters
+        whole = self.whole = self.whole or WholeMatrices(self.comms, self.map)
+        return {n: nn.Parameter(whole.of(n, p.detach())) for n, p in parameters.items()}
 
     def _settings(self, name: str) -> ParameterSettings:
         ndim = self.parameters[name].ndim
@@ -214,6 +224,8 @@ class ShardOptimizer:
         for name, grad in grads.items():
             if self.of_shards:  # a user's optimizer sees the parameter's own gradient
                 self.stepped[name].grad = grad
+            elif self.whole is not None:
+                self.stepped[name].grad = self.whole.of(name, _like(self.parameters[name], grad))
         try:
             with self._watched(grads):
                 self.torch.step()
@@ -225,7 +237,7 @@ class ShardOptimizer:
                 f"use operations that DTensors have, or one of {', '.join(OPTIMIZERS)}",
             ) from error
         for name in grads:
-            if self.of_shards:
+            if self.of_shards or self.whole is not None:
                 self.stepped[name].grad = None
 
     @contextmanager
@@ -341,7 +353,13 @@ class ShardOptimizer:
     def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
         is_whole = key in self.kind.whole_state and value.ndim == 2
         has_rows = self.of_shards and not is_whole
-        found = _like(self.parameters[name], value) if has_rows else to_checkpoint_layout(value)
+        parameter = self.parameters[name]
+        if has_rows:
+            return _like(parameter, value)
+        if self.whole is None or self.of_shards:
+            found = to_checkpoint_layout(value)
+        else:
+            found = self.whole.sharded(name, value, parameter)
         if found is None:
             raise UsageError(
                 f"optim.name={self.plan.name}: its state {key!r} of {name} is a "

@@ -114,7 +114,9 @@ class PartMap(Mapping[str, Part]):
         and its rows are divided if `is_sharded`. What belongs to no parameter is on all stages.
         """
         split = self.splits.get(parameter)
-        if split is not None and not self._is_divided(shape, parameter, split):
+        if split is not None and not self._divides(split, shape):
+            split = None
+        if not is_sharded and name != parameter and len(shape) < 2:  # a count, or bytes of any data
             split = None
         divided: dict[Axis, int] = {} if split is None else {TP: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
@@ -138,14 +140,10 @@ class PartMap(Mapping[str, Part]):
             writes=stages[0] == stage and position == turn and (has_any or not is_sharded),
         )
 
-    def _is_divided(self, shape: Sequence[int], parameter: str, split: Split) -> bool:
-        """Whether a tensor of a parameter has the dimension that `split` divides.
-
-        Moments of rows or columns have 1 there.
-        """
-        known = self._parts.get(parameter)
-        is_alike = known is None or len(shape) == len(known.whole)
-        return is_alike and split.dim < len(shape) and shape[split.dim] == split.size
+    @staticmethod
+    def _divides(split: Split, shape: Sequence[int]) -> bool:
+        """Whether what divides a parameter divides its state: moments of rows have 1 column."""
+        return split.dim < len(shape) and shape[split.dim] == split.size
 
     def slices_on(self, name: str, rank: int) -> tuple[slice, ...]:
         """Return where a parameter's numbers on a rank of this one's stage stand in the whole."""
