@@ -10,7 +10,8 @@ engine the ranks are just data ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,3 +226,89 @@ class _Gather(torch.autograd.Function):
         shard.reduce_scatter(own, parts.flatten(0, 1))
         shard.count(parts)
         return own, None
+
+
+def whole_output(model: nn.Module, output: Any) -> Any:
+    """What a forward of `model` returns for this rank's tokens, as it is for all tokens.
+
+    Tensors [batch, own tokens, ...] become [batch, tokens, ...], and so do losses of each token,
+    [batch * own tokens]; a pair (sum, count) is the sum of all ranks' pairs. A rank's gradient is
+    that of its own part: all ranks compute the same loss of the whole, which counts on one of them.
+    Raises `UsageError` for tensors of which the whole is not known. All ranks of the group must
+    call. Where no sequences are divided it is `output` itself.
+    """
+    shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
+    return output if shard is None else _whole(output, shard)
+
+
+def _whole(output: Any, shard: SequenceShard) -> Any:
+    if isinstance(output, Tensor):
+        if output.ndim < 2 or output.shape[1] != shard.length // shard.size:
+            raise UsageError(
+                f"mesh.cp={shard.size}: forward returned a tensor of shape {tuple(output.shape)}, "
+                f"which has no {shard.length // shard.size} tokens of this rank as its dimension 1",
+                "return [batch, own tokens, ...] or (sum, count), or set mesh.cp=1",
+            )
+        return _Whole.apply(output, shard)
+    if isinstance(output, Mapping):
+        found: Any = copy.copy(output)
+        for name, value in output.items():
+            found[name] = _whole(value, shard)
+        return found
+    if isinstance(output, tuple) and len(output) == 2 and _is_number(output[1]):
+        return _whole_of_pair(*output, shard)
+    if isinstance(output, list | tuple):
+        return type(output)([_whole(value, shard) for value in output])
+    if output is None or isinstance(output, bool | int | float | str):
+        return output
+    raise UsageError(
+        f"mesh.cp={shard.size}: forward returned a {type(output).__name__}, whose tensors are of a "
+        "part of the tokens",
+        "return tensors, a dict or a tuple of them, or set mesh.cp=1",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _whole_of_pair(loss: Tensor, count: Any, shard: SequenceShard) -> tuple[Tensor, Tensor]:
+    """The whole of losses, or of their sum, and of how many there are."""
+    count = torch.as_tensor(count, device=loss.device)
+    total = _Sum.apply(count, shard)
+    if loss.ndim != 1 or loss.numel() == 1:
+        return _Sum.apply(loss, shard), total
+    rows = loss.view(-1, shard.length // shard.size)
+    return _Whole.apply(rows, shard).flatten(), total
+
+
+class _Whole(torch.autograd.Function):
+    """[batch, tokens, ...] of every rank's own tokens; backward returns the own ones' gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        whole = gathered(own.reshape(own.shape[0], 1, own.shape[1], -1), shard)
+        return whole.view(own.shape[0], -1, *own.shape[2:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        chunks, rank = grad.chunk(2 * ctx.shard.size, dim=1), ctx.shard.rank
+        return torch.cat((chunks[rank], chunks[-1 - rank]), dim=1), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of every rank's number, added in their order; backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: SequenceShard) -> Tensor:
+        parts = own.new_empty(shard.size)
+        shard.all_gather(parts, own.reshape(1))
+        shard.count(parts)
+        return parts.sum().view(own.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

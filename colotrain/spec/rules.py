@@ -88,7 +88,6 @@ ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk",
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
-PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 
 RULES: tuple[Rule, ...] = (
     Rule("model.hf", "model.target", (None,), "the directory is a model already"),
@@ -115,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     Rule(PAIRS, "data.packing", ("auto", "none"), "each pair is a sample"),
     Rule(PAIRS, "data.isolate", (False,), "each pair is a sample"),
     Rule(PAIRS, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(PAIRS, {"mesh.cp": 1}),
+    Rule("train.objective=reward", "mesh.cp", (1,)),
     Rule(
         DPO,
         "checkpoint.resume",
@@ -143,7 +142,6 @@ RULES: tuple[Rule, ...] = (
     Rule(KTO, "data.packing", ("auto", "none"), "each answer is a sample"),
     Rule(KTO, "data.isolate", (False,), "each answer is a sample"),
     Rule(KTO, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(KTO, {"mesh.cp": 1}),
     Rule(
         KTO,
         "checkpoint.resume",
@@ -199,9 +197,7 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
-    *rules("mesh.cp>1", OWN, PARTS_OF_OUTPUTS, "set mesh.cp=1, or let the model return them"),
     Rule("mesh.cp>1", "train.compile", (False,)),
-    Rule("mesh.cp>1", PROMPTS, ([],), "ranks divide every sample"),
     Rule("mesh.tp>1", "train.compile", (False,)),
     Rule(
         "optim.name=schedule_free_adamw",
@@ -217,7 +213,6 @@ RULES: tuple[Rule, ...] = (
         "the others round to the nearest number",
     ),
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
-    Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),

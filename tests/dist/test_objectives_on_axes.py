@@ -99,6 +99,32 @@ def test_verify_passes_where_two_ranks_divide_each_matrix(
     assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
 
 
+IN_PARTS = ["dpo", "orpo", "simpo", "kto", "own"]
+"""Objectives whose samples ranks may divide."""
+PAIR_OF_RANKS = ("--world-sizes", "2", "--plugins", "zero3", "--accumulation", "1,4")
+FOUR = ("--world-sizes", "4", "--plugins", "zero2", "--accumulation", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        *((objective, PAIR_OF_RANKS) for objective in of_each_day(IN_PARTS, kept=["dpo", "own"])),
+        ("kto", (*FOUR, "--tp", "2")),
+        ("simpo", FOUR),
+    ],
+)
+def test_verify_passes_where_two_ranks_divide_each_sample(
+    objective: str, options: tuple[str, ...], colotrain: Colotrain
+) -> None:
+    settings = settings_of(objective, colotrain.cwd)
+    words = (*options, "--cp", "2", "--freeze", "none", "--steps", "2", "--json")
+    result = colotrain("verify", *settings, *words)
+    assert result.code == 0, result.out + result.err
+    assert {case["cp"] for case in result.json["cases"]} == {2}
+    assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["kto", "embed", "dpo"])
 def test_verify_passes_where_two_pairs_of_ranks_divide_samples(

@@ -50,7 +50,12 @@ def objective(plan: DistillPlan) -> Objective:
     )
     context = functools.partial(learning_from_teacher, plan=plan)
     return Objective(
-        "train.objective=distill", lambda batch, output: output, inputs_of, context, kept
+        "train.objective=distill",
+        lambda batch, output: output,
+        inputs_of,
+        context,
+        kept,
+        of_whole=False,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.models.context_parallel import whole_output
 from colotrain.models.loss import by_token
 from colotrain.models.objectives.base import Kept, Objective
 from colotrain.models.objectives.pairs import (
@@ -53,7 +54,7 @@ def objective(settings: DPO) -> Objective:
 def reference_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities [pairs, 2] under `model`."""
     with by_token():
-        return log_probs_of(batch, model(**inputs_of(batch)))
+        return log_probs_of(batch, whole_output(model, model(**inputs_of(batch))))
 
 
 def loss_of(batch: Mapping[str, Tensor], output: Any, *, beta: float) -> dict[str, Any]:

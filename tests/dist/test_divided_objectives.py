@@ -1,0 +1,124 @@
+"""Objectives on samples that ranks divide have the loss and gradients of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colotrain.engine.gradients.accumulation import weighted_loss
+from colotrain.engine.sharding.context_parallel import make_shard
+from colotrain.models.context_parallel import divide_sequences_
+from colotrain.models.loading import build_whole
+from colotrain.models.objective import as_global_batch, attach_, is_of_whole, kept_of
+from colotrain.spec.objectives import (
+    DPO,
+    GOOD,
+    IGNORE_INDEX,
+    KTO,
+    ORPO,
+    ObjectivePlan,
+    SimPO,
+)
+from colotrain.spec.plan import ModelPlan
+from tests.dist.hf import make_directory
+from tests.dist.test_transport import run
+
+pytest.importorskip("transformers")
+LENGTH, VOCAB = 16, 96
+OBJECTIVES: list[ObjectivePlan | str] = [
+    DPO(),
+    ORPO(),
+    SimPO(),
+    KTO(),
+    "mean",
+    "total",
+]
+"""The last two are functions of the user's."""
+
+
+def mean(batch: Any, outputs: Any) -> Tensor:
+    """A loss of samples as wholes: of the means over their tokens."""
+    of_samples = outputs.logits.float().logsumexp(-1).mean(1)
+    return of_samples.square().mean() + outputs.logits.cumsum(1).square().mean()
+
+
+def total(batch: Any, outputs: Any) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    found = nn.functional.cross_entropy(
+        outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    return found, (labels != IGNORE_INDEX).sum()
+
+
+def texts(*shape: int) -> dict[str, Tensor]:
+    """Right-padded texts of random lengths, with labels behind a prompt of random length."""
+    lengths, index = torch.randint(3, LENGTH + 1, (*shape, 1)), torch.arange(LENGTH)
+    ids = torch.randint(1, VOCAB, (*shape, LENGTH)).where(index < lengths, 0)
+    is_target = (index < lengths - 1) & (index >= (lengths * torch.rand(*shape, 1)).long() - 1)
+    return {"input_ids": ids, "labels": ids.roll(-1, -1).where(is_target, IGNORE_INDEX)}
+
+
+def plan_of(objective: ObjectivePlan | str, folder: str) -> ModelPlan:
+    args = {"dtype": "float64", "pad_token_id": 0}
+    own = f"tests.dist.test_divided_objectives:{objective}"
+    loss, known = (own, None) if isinstance(objective, str) else (None, objective)
+    return ModelPlan(target="", hf=folder, args=args, loss=loss, objective=known)
+
+
+def batch_of(model: nn.Module, objective: ObjectivePlan | str) -> dict[str, Tensor]:
+    num = 3
+    if isinstance(objective, str):
+        return texts(num)
+    return texts(num, 2) | {GOOD: torch.tensor([1, 0, 1])}
+
+
+def prepare_(model: nn.Module, plan: ModelPlan, batch: dict[str, Tensor]) -> None:
+    """Add what a pass before a step says of the batch."""
+    kept = kept_of(plan)
+    with torch.no_grad():
+        if kept is not None:
+            batch[kept.entry] = kept.rows(model, batch) + torch.randn(3, 2)
+        batch.update(as_global_batch(model, batch))
+
+
+def compare(rank: int, folder: str) -> None:
+    for number, objective in enumerate(OBJECTIVES):
+        compare_objective(objective, folder, seed=number)
+
+
+def compare_objective(objective: ObjectivePlan | str, folder: str, seed: int) -> None:
+    plan = plan_of(objective, folder)
+    model = build_whole(plan, seed=0)
+    attach_(model, plan)
+    known = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def step() -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(seed)
+        batch = batch_of(model, objective)
+        prepare_(model, plan, batch)
+        loss, count = weighted_loss(model, batch)
+        model.zero_grad()
+        loss.backward()
+        return [loss.item(), float(count)], {n: p.grad.clone() for n, p in known.items()}
+
+    wanted, gradients = step()
+    divide_sequences_(model, make_shard(dist.group.WORLD, "cpu"))
+    found, parts = step()
+    sums = torch.tensor(found, dtype=torch.float64)
+    if not is_of_whole(model):
+        dist.all_reduce(sums)
+    assert sums.tolist() == pytest.approx(wanted, rel=1e-9), objective
+    for name, part in parts.items():
+        dist.all_reduce(part)
+        assert torch.allclose(part, gradients[name], rtol=1e-6, atol=1e-9), (objective, name)
+
+
+def test_every_objective_has_the_gradients_of_the_whole(tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32}
+    folder = make_directory("llama", tmp_path / "model", **sizes)
+    run(compare, 2, str(folder))
