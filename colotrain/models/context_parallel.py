@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from colotrain import module_tree
 from colotrain.errors import UsageError
+from colotrain.models.facts import facts_of
 from colotrain.torch_internals import saves_tensors_by_hooks, storage_id
 
 ATTRIBUTE = "sequence_shard"
@@ -127,6 +128,8 @@ def divide_sequences_(model: nn.Module, shard: SequenceShard) -> None:
     """Let `model`, which must have `sequence_shard`, train on the part that `shard` describes."""
     for module in module_tree.modules(model):
         setattr(module, ATTRIBUTE, shard)
+    if (divide := facts_of(model).divide) is not None:
+        divide(model)
 
 
 def attend(
@@ -238,7 +241,8 @@ def whole_output(model: nn.Module, output: Any) -> Any:
     call. Where no sequences are divided it is `output` itself.
     """
     shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
-    return output if shard is None else _whole(output, shard)
+    is_whole = shard is None or facts_of(model).gathers_outputs
+    return output if shard is None or is_whole else _whole(output, shard)
 
 
 def _whole(output: Any, shard: SequenceShard) -> Any:

@@ -24,7 +24,7 @@ from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
-from colotrain.models.huggingface_attention import allow_division_
+from colotrain.models.huggingface_attention import allow_division_, allow_division_inside_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Extended, Source, load
 from colotrain.models.huggingface_heads import change_head_, is_encoder, padded
@@ -108,6 +108,8 @@ def build(
         model.forward = functools.partial(own_loss, model.forward, task)
     elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
         model.forward = functools.partial(model.forward, use_cache=False)
+    if head is not None or _gives_vectors(plan):
+        allow_division_inside_(model, config)
     if head is not None:
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
+from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend, whole_output
 from colotrain.models.facts import facts_of
 
 DIVISIBLE = (
@@ -34,6 +34,8 @@ Each is compared with plain transformers in tests/dist/test_context_parallel.py.
 """
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on the longest position in a forward."""
+HEADS = ("score", "classifier")
+"""Names that transformers gives the layer of a classifier behind its backbone."""
 NAME = "colotrain_context_parallel"
 
 
@@ -46,6 +48,44 @@ def allow_division_(model: nn.Module, config: Any) -> None:
     other |= bool(getattr(config, "use_bidirectional_attention", False))
     if known and not other:
         setattr(model, ATTRIBUTE, None)
+
+
+def allow_division_inside_(model: Any, config: Any) -> None:
+    """Declare the same of a model that is no language model: one of vectors, or with a new head."""
+    allow_division_(model, config)
+    if hasattr(model, ATTRIBUTE):
+        facts_of(model).divide = _divide_inside_
+
+
+def _divide_inside_(model: Any) -> None:
+    """Let the backbone compute this rank's tokens; a head's outputs are gathered.
+
+    The pooling of a text, which comes after the head, is then that of one process.
+    """
+    backbone = model.base_model
+    backbone.forward = functools.partial(_forward_of_part, model, backbone.forward)
+    for name in HEADS if backbone is not model else ():
+        if (head := getattr(model, name, None)) is not None:
+            head.register_forward_hook(_gather)
+            facts_of(model).gathers_outputs = True
+
+
+def _forward_of_part(
+    model: Any, forward: Callable[..., Any], input_ids: Tensor, **inputs: Any
+) -> Any:
+    """The backbone's output for this rank's tokens; it sees no padding, which is at the end."""
+    inputs.pop("attention_mask", None)
+    given = {name: value for name, value in inputs.items() if value is not None}
+    before = num_calls(model)
+    batch = divided(model, {"input_ids": input_ids})
+    output = forward(**batch, **given | {"use_cache": False})
+    check_calls(model, before)
+    return output
+
+
+def _gather(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    whole: Tensor = whole_output(head, output)
+    return whole
 
 
 def _ropes(config: Any) -> Iterator[str]:

@@ -114,7 +114,6 @@ RULES: tuple[Rule, ...] = (
     Rule(PAIRS, "data.packing", ("auto", "none"), "each pair is a sample"),
     Rule(PAIRS, "data.isolate", (False,), "each pair is a sample"),
     Rule(PAIRS, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    Rule("train.objective=reward", "mesh.cp", (1,)),
     Rule(
         DPO,
         "checkpoint.resume",
@@ -127,7 +126,6 @@ RULES: tuple[Rule, ...] = (
     Rule(CLASSIFY, "data.corpus", (None,), "a corpus has no labels"),
     Rule(CLASSIFY, "data.packing", ("auto", "none"), "each text is a sample"),
     Rule(CLASSIFY, "data.isolate", (False,), "each text is a sample"),
-    *rules(CLASSIFY, {"mesh.cp": 1}),
     Rule(MASKED, "data.target", (None,), "tokens of files are hidden (data.path)"),
     Rule(MASKED, "data.isolate", (False,)),
     *rules(MASKED, {"mesh.cp": 1}),
@@ -163,7 +161,6 @@ RULES: tuple[Rule, ...] = (
     Rule(EMBED, "data.packing", ("auto", "none"), "each text is a row"),
     Rule(EMBED, "data.isolate", (False,), "each text is a row"),
     Rule(EMBED, PROMPTS, ([],), "a model of embeddings continues no text"),
-    *rules(EMBED, {"mesh.cp": 1}),
     Rule("data.images", "model.target", (None,), "", "name an image-text directory: model.hf"),
     Rule("data.images", "data.target", (None,), "images are those of files (data.path)"),
     Rule("data.images", "data.corpus", (None,), "a corpus has no images"),

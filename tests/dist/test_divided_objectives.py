@@ -21,7 +21,11 @@ from colotrain.spec.objectives import (
     IGNORE_INDEX,
     KTO,
     ORPO,
+    PADDING_MASK,
+    ClassifyPlan,
+    EmbedPlan,
     ObjectivePlan,
+    RewardPlan,
     SimPO,
 )
 from colotrain.spec.plan import ModelPlan
@@ -35,6 +39,12 @@ OBJECTIVES: list[ObjectivePlan | str] = [
     ORPO(),
     SimPO(),
     KTO(),
+    RewardPlan(pad_id=0, center_coefficient=0.1),
+    ClassifyPlan(pad_id=0, class_names=("a", "b", "c")),
+    ClassifyPlan(pad_id=0, class_names=("a", "b", "c"), classes_of_words=True),
+    EmbedPlan(pooling="mean"),
+    EmbedPlan(pooling="last"),
+    EmbedPlan(pooling="cls"),
     "mean",
     "total",
 ]
@@ -71,10 +81,17 @@ def plan_of(objective: ObjectivePlan | str, folder: str) -> ModelPlan:
 
 
 def batch_of(model: nn.Module, objective: ObjectivePlan | str) -> dict[str, Tensor]:
-    num = 3
     if isinstance(objective, str):
-        return texts(num)
-    return texts(num, 2) | {GOOD: torch.tensor([1, 0, 1])}
+        return texts(3)
+    if isinstance(objective, ClassifyPlan):
+        batch = texts(3)
+        labels = torch.randint(0, 3, batch["labels"].shape)
+        of_words = labels.where(batch["labels"] != IGNORE_INDEX, IGNORE_INDEX)
+        batch["labels"] = of_words if objective.classes_of_words else labels[:, 0]
+    else:
+        batch = texts(3, 2)
+    mask = (batch["input_ids"] != 0).long()
+    return batch | {GOOD: torch.tensor([1, 0, 1]), PADDING_MASK: mask, "attention_mask": mask}
 
 
 def prepare_(model: nn.Module, plan: ModelPlan, batch: dict[str, Tensor]) -> None:
@@ -95,6 +112,9 @@ def compare_objective(objective: ObjectivePlan | str, folder: str, seed: int) ->
     plan = plan_of(objective, folder)
     model = build_whole(plan, seed=0)
     attach_(model, plan)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     known = {n: p for n, p in model.named_parameters() if p.requires_grad}
 
     def step() -> tuple[list[float], dict[str, Tensor]]:

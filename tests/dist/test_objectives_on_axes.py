@@ -99,8 +99,6 @@ def test_verify_passes_where_two_ranks_divide_each_matrix(
     assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
 
 
-IN_PARTS = ["dpo", "orpo", "simpo", "kto", "own"]
-"""Objectives whose samples ranks may divide."""
 PAIR_OF_RANKS = ("--world-sizes", "2", "--plugins", "zero3", "--accumulation", "1,4")
 FOUR = ("--world-sizes", "4", "--plugins", "zero2", "--accumulation", "2")
 
@@ -109,7 +107,10 @@ FOUR = ("--world-sizes", "4", "--plugins", "zero2", "--accumulation", "2")
 @pytest.mark.parametrize(
     ("objective", "options"),
     [
-        *((objective, PAIR_OF_RANKS) for objective in of_each_day(IN_PARTS, kept=["dpo", "own"])),
+        *(
+            (objective, PAIR_OF_RANKS)
+            for objective in of_each_day([*FIELDS, "own"], kept=["dpo", "own"])
+        ),
         ("kto", (*FOUR, "--tp", "2")),
         ("simpo", FOUR),
     ],
