@@ -231,6 +231,12 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+def own_tokens(model: nn.Module, whole: Tensor) -> Tensor:
+    """This rank's tokens of `whole` [batch, tokens, ...], of the samples of the last forward."""
+    shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
+    return whole if shard is None else shard.own(whole.movedim(1, -1)).movedim(-1, 1)
+
+
 def whole_output(model: nn.Module, output: Any) -> Any:
     """What a forward of `model` returns for this rank's tokens, as it is for all tokens.
 

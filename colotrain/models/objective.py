@@ -96,7 +96,7 @@ def output_of(
     The output of forward is appended to `seen`.
     """
     objective = objective_of(model)
-    with nullcontext() if objective is None else objective.context(batch):
+    with nullcontext() if objective is None else objective.context(model, batch):
         output = model(**inputs_of(model, batch))
     if is_of_whole(model):
         output = whole_output(model, output)

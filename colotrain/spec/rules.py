@@ -131,7 +131,6 @@ RULES: tuple[Rule, ...] = (
     *rules(MASKED, {"mesh.cp": 1}),
     Rule(DISTILL, "train.loss", (None,), "the objective is the loss"),
     Rule(DISTILL, "data.target", (None,), "the teacher reads files (data.path)"),
-    *rules(DISTILL, NO_AXES),
     *rules(KTO, OWN, "the objective has its own"),
     Rule(KTO, "train.on_nonfinite", ("stop", "skip")),
     Rule(KTO, "train.compile", (False,), "a pass without gradients comes before each step"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from colotrain.engine.sharding.context_parallel import make_shard
 from colotrain.models.context_parallel import divide_sequences_
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import as_global_batch, attach_, is_of_whole, kept_of
+from colotrain.models.objectives.distill import rows_of_teacher
 from colotrain.spec.objectives import (
     DPO,
     GOOD,
@@ -23,6 +25,7 @@ from colotrain.spec.objectives import (
     ORPO,
     PADDING_MASK,
     ClassifyPlan,
+    DistillPlan,
     EmbedPlan,
     ObjectivePlan,
     RewardPlan,
@@ -45,10 +48,11 @@ OBJECTIVES: list[ObjectivePlan | str] = [
     EmbedPlan(pooling="mean"),
     EmbedPlan(pooling="last"),
     EmbedPlan(pooling="cls"),
+    "distill",
     "mean",
     "total",
 ]
-"""The last two are functions of the user's."""
+"""The last two are functions of the user's; a teacher is the same model with other weights."""
 
 
 def mean(batch: Any, outputs: Any) -> Tensor:
@@ -75,6 +79,8 @@ def texts(*shape: int) -> dict[str, Tensor]:
 
 def plan_of(objective: ObjectivePlan | str, folder: str) -> ModelPlan:
     args = {"dtype": "float64", "pad_token_id": 0}
+    if objective == "distill":
+        objective = DistillPlan(teacher=folder, top_k=5, temperature=2.0)
     own = f"tests.dist.test_divided_objectives:{objective}"
     loss, known = (own, None) if isinstance(objective, str) else (None, objective)
     return ModelPlan(target="", hf=folder, args=args, loss=loss, objective=known)
@@ -98,7 +104,12 @@ def prepare_(model: nn.Module, plan: ModelPlan, batch: dict[str, Tensor]) -> Non
     """Add what a pass before a step says of the batch."""
     kept = kept_of(plan)
     with torch.no_grad():
-        if kept is not None:
+        if isinstance(plan.objective, DistillPlan):
+            teacher = build_whole(replace(plan, objective=None), seed=0)
+            for parameter in teacher.parameters():
+                parameter.mul_(1.5)
+            batch["teacher"] = rows_of_teacher(teacher, batch, plan=plan.objective)
+        elif kept is not None:
             batch[kept.entry] = kept.rows(model, batch) + torch.randn(3, 2)
         batch.update(as_global_batch(model, batch))
 

@@ -113,7 +113,6 @@ def test_a_hugging_face_model_writes_what_transformers_generates(
     [
         (("observe.samples.max_tokens=0",), "observe.samples.max_tokens"),
         (("observe.samples.prompts=['']",), "texts of at least one character"),
-        (("mesh.cp=2", "data.seq_len=64"), "expected [] with mesh.cp=2"),
         (("data.target=tests.dist.difficult:samples",), "expected [] with data.target"),
     ],
 )

@@ -80,8 +80,8 @@ class Objective:
     setting: str
     loss: Callable[[Mapping[str, Tensor], Any], Any]
     inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
-    context: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]] = lambda batch: (
-        nullcontext()
+    context: Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]] = (
+        lambda model, batch: nullcontext()
     )
     """Context of forward, of a batch."""
     kept: Kept | None = None

@@ -48,7 +48,7 @@ def kept_reference() -> Kept:
 
 def objective(settings: DPO) -> Objective:
     loss, kept = functools.partial(loss_of, beta=settings.beta), kept_reference()
-    return Objective("train.objective=dpo", loss, inputs_of, lambda batch: by_token(), kept)
+    return Objective("train.objective=dpo", loss, inputs_of, lambda model, batch: by_token(), kept)
 
 
 def reference_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

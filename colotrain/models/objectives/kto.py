@@ -38,7 +38,7 @@ def objective(settings: KTO) -> Objective:
         "train.objective=kto",
         functools.partial(loss_of, settings=settings),
         functools.partial(inputs_of, row=OWN),
-        lambda batch: by_token(),
+        lambda model, batch: by_token(),
         kept,
         global_rows=GlobalRows(rows=rows_of, entries=entries_of),
     )
