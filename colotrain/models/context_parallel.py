@@ -62,10 +62,21 @@ class SequenceShard:
     """Tokens of the present samples."""
     documents: Tensor | None = None
     """Document of each token, int64 [batch, length], where documents do not attend to others."""
+    seen: Tensor | None = None
+    """Bool [batch, length], False for padding that no token attends to; None: there is none."""
+    is_causal: bool = True
+    """Whether a token attends to none behind it."""
     masks: dict[Any, list[Tensor]] = field(default_factory=dict)
     """Masks of the present samples, which all layers share."""
 
-    def begin(self, length: int, documents: Tensor | None = None) -> None:
+    def begin(
+        self,
+        length: int,
+        documents: Tensor | None = None,
+        *,
+        seen: Tensor | None = None,
+        is_causal: bool = True,
+    ) -> None:
         """Begin the forward of a batch; `UsageError` where its tokens cannot be divided."""
         parts = 2 * self.size
         if length % parts:
@@ -74,6 +85,7 @@ class SequenceShard:
                 f"pad samples to a multiple of {parts} tokens, or set mesh.cp=1",
             )
         self.length, self.documents, self.masks = length, documents, {}
+        self.seen, self.is_causal = seen, is_causal
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -90,8 +102,9 @@ class SequenceShard:
         """Return what is added to attention's scores, for each of the rank's two chunks.
 
         It is [chunk, keys] or [batch, 1, chunk, keys] with the device and dtype of `like`, for the
-        keys from the first to the chunk's last: 0 where a token attends to a key, otherwise
-        -infinity. With `window` a token attends to so many keys, itself included.
+        keys from the first to the chunk's last, or where tokens attend to those behind them to the
+        sample's last: 0 where a token attends to a key, otherwise -infinity. With
+        `window` a token attends to so many keys, itself included.
         """
         known = window, like.dtype
         if known not in self.masks:
@@ -100,14 +113,18 @@ class SequenceShard:
         return self.masks[known]
 
     def _attends(self, start: int, end: int, device: torch.device, window: int | None) -> Tensor:
-        keys = torch.arange(end, device=device)
-        queries = keys[start:].unsqueeze(1)
-        attends = keys <= queries
+        last = end if self.is_causal else self.length
+        keys = torch.arange(last, device=device)
+        queries = keys[start:end].unsqueeze(1)
+        attends = (keys <= queries) | (not self.is_causal)
+        if self.seen is not None:
+            attends = attends & self.seen[:, None, None, :last]
         if window is not None:
+            assert self.is_causal, "no encoder with a window is known to be divisible"
             attends &= keys > queries - window
         if self.documents is None:
             return attends
-        of_keys = self.documents[:, None, None, :end]
+        of_keys = self.documents[:, None, None, :last]
         return attends & (of_keys == self.documents[:, None, start:end, None])
 
     def count(self, whole: Tensor) -> None:
@@ -141,7 +158,7 @@ def attend(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return causal attention of this rank's tokens to those of the whole sample.
+    """Return attention of this rank's tokens to those of the whole sample, causal as `begin` says.
 
     All are [batch, heads, own tokens, head size]. `options` are further arguments of
     `scaled_dot_product_attention`. All ranks of the group must call.
@@ -306,6 +323,27 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         chunks, rank = grad.chunk(2 * ctx.shard.size, dim=1), ctx.shard.rank
         return torch.cat((chunks[rank], chunks[-1 - rank]), dim=1), None
+
+
+def of_first_rank(own: Tensor, shard: SequenceShard) -> Tensor:
+    """What the first rank has, which holds the first token; backward gives it alone a gradient."""
+    found: Tensor = _OfFirst.apply(own, shard)
+    return found
+
+
+class _OfFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        parts = own.new_empty(shard.size, *own.shape)
+        shard.all_gather(parts.flatten(0, 1), own.contiguous())
+        shard.count(parts)
+        return parts[0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.shard.rank == 0 else torch.zeros_like(grad), None
 
 
 class _Sum(torch.autograd.Function):

@@ -47,6 +47,7 @@ from colotrain.models.huggingface_match import (
 )
 from colotrain.models.huggingface_task import (
     CAUSAL,
+    MASKED,
     WITHOUT_LOSS,
     Task,
     check_predicts_next_token,
@@ -108,7 +109,7 @@ def build(
         model.forward = functools.partial(own_loss, model.forward, task)
     elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
         model.forward = functools.partial(model.forward, use_cache=False)
-    if head is not None or _gives_vectors(plan):
+    if head is not None or _gives_vectors(plan) or task is MASKED:
         allow_division_inside_(model, config)
     if head is not None:
         masks = is_encoder(_transformers(), config)

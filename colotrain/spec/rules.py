@@ -128,7 +128,6 @@ RULES: tuple[Rule, ...] = (
     Rule(CLASSIFY, "data.isolate", (False,), "each text is a sample"),
     Rule(MASKED, "data.target", (None,), "tokens of files are hidden (data.path)"),
     Rule(MASKED, "data.isolate", (False,)),
-    *rules(MASKED, {"mesh.cp": 1}),
     Rule(DISTILL, "train.loss", (None,), "the objective is the loss"),
     Rule(DISTILL, "data.target", (None,), "the teacher reads files (data.path)"),
     *rules(KTO, OWN, "the objective has its own"),

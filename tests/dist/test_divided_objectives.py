@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from colotrain.engine.gradients.accumulation import weighted_loss
 from colotrain.engine.sharding.context_parallel import make_shard
 from colotrain.models.context_parallel import divide_sequences_
+from colotrain.models.huggingface_attention import ENCODERS
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import as_global_batch, attach_, is_of_whole, kept_of
 from colotrain.models.objectives.distill import rows_of_teacher
@@ -34,17 +35,18 @@ from colotrain.spec.objectives import (
 from colotrain.spec.plan import ModelPlan
 from tests.dist.hf import make_directory
 from tests.dist.test_transport import run
+from tests.representatives import of_each_day
 
 pytest.importorskip("transformers")
-LENGTH, VOCAB = 16, 96
+LENGTH, VOCAB, PADDING = 16, 96, 1
 OBJECTIVES: list[ObjectivePlan | str] = [
     DPO(),
     ORPO(),
     SimPO(),
     KTO(),
-    RewardPlan(pad_id=0, center_coefficient=0.1),
-    ClassifyPlan(pad_id=0, class_names=("a", "b", "c")),
-    ClassifyPlan(pad_id=0, class_names=("a", "b", "c"), classes_of_words=True),
+    RewardPlan(pad_id=PADDING, center_coefficient=0.1),
+    ClassifyPlan(pad_id=PADDING, class_names=("a", "b", "c")),
+    ClassifyPlan(pad_id=PADDING, class_names=("a", "b", "c"), classes_of_words=True),
     EmbedPlan(pooling="mean"),
     EmbedPlan(pooling="last"),
     EmbedPlan(pooling="cls"),
@@ -53,6 +55,12 @@ OBJECTIVES: list[ObjectivePlan | str] = [
     "total",
 ]
 """The last two are functions of the user's; a teacher is the same model with other weights."""
+OF_ENCODERS: list[ObjectivePlan | str] = [
+    "masked",
+    ClassifyPlan(pad_id=PADDING, class_names=("a", "b", "c")),
+    ClassifyPlan(pad_id=PADDING, class_names=("a", "b", "c"), classes_of_words=True),
+    EmbedPlan(pooling="mean"),
+]
 
 
 def mean(batch: Any, outputs: Any) -> Tensor:
@@ -72,23 +80,25 @@ def total(batch: Any, outputs: Any) -> tuple[Tensor, Tensor]:
 def texts(*shape: int) -> dict[str, Tensor]:
     """Right-padded texts of random lengths, with labels behind a prompt of random length."""
     lengths, index = torch.randint(3, LENGTH + 1, (*shape, 1)), torch.arange(LENGTH)
-    ids = torch.randint(1, VOCAB, (*shape, LENGTH)).where(index < lengths, 0)
+    ids = torch.randint(2, VOCAB, (*shape, LENGTH)).where(index < lengths, PADDING)
     is_target = (index < lengths - 1) & (index >= (lengths * torch.rand(*shape, 1)).long() - 1)
     return {"input_ids": ids, "labels": ids.roll(-1, -1).where(is_target, IGNORE_INDEX)}
 
 
 def plan_of(objective: ObjectivePlan | str, folder: str) -> ModelPlan:
-    args = {"dtype": "float64", "pad_token_id": 0}
+    args = {"dtype": "float64"}
     if objective == "distill":
         objective = DistillPlan(teacher=folder, top_k=5, temperature=2.0)
-    own = f"tests.dist.test_divided_objectives:{objective}"
+    own = f"tests.dist.test_divided_objectives:{objective}" if objective != "masked" else None
     loss, known = (own, None) if isinstance(objective, str) else (None, objective)
     return ModelPlan(target="", hf=folder, args=args, loss=loss, objective=known)
 
 
 def batch_of(model: nn.Module, objective: ObjectivePlan | str) -> dict[str, Tensor]:
     if isinstance(objective, str):
-        return texts(3)
+        batch = texts(3)
+        mask = (batch["input_ids"] != PADDING).long()
+        return batch | {"attention_mask": mask} if objective == "masked" else batch
     if isinstance(objective, ClassifyPlan):
         batch = texts(3)
         labels = torch.randint(0, 3, batch["labels"].shape)
@@ -96,7 +106,7 @@ def batch_of(model: nn.Module, objective: ObjectivePlan | str) -> dict[str, Tens
         batch["labels"] = of_words if objective.classes_of_words else labels[:, 0]
     else:
         batch = texts(3, 2)
-    mask = (batch["input_ids"] != 0).long()
+    mask = (batch["input_ids"] != PADDING).long()
     return batch | {GOOD: torch.tensor([1, 0, 1]), PADDING_MASK: mask, "attention_mask": mask}
 
 
@@ -119,6 +129,11 @@ def compare(rank: int, folder: str) -> None:
         compare_objective(objective, folder, seed=number)
 
 
+def compare_encoder(rank: int, folder: str) -> None:
+    for number, objective in enumerate(OF_ENCODERS):
+        compare_objective(objective, folder, seed=number)
+
+
 def compare_objective(objective: ObjectivePlan | str, folder: str, seed: int) -> None:
     plan = plan_of(objective, folder)
     model = build_whole(plan, seed=0)
@@ -135,7 +150,8 @@ def compare_objective(objective: ObjectivePlan | str, folder: str, seed: int) ->
         loss, count = weighted_loss(model, batch)
         model.zero_grad()
         loss.backward()
-        return [loss.item(), float(count)], {n: p.grad.clone() for n, p in known.items()}
+        found = {n: 0.0 * p if p.grad is None else p.grad.clone() for n, p in known.items()}
+        return [loss.item(), float(count)], {n: grad.detach() for n, grad in found.items()}
 
     wanted, gradients = step()
     divide_sequences_(model, make_shard(dist.group.WORLD, "cpu"))
@@ -153,3 +169,21 @@ def test_every_objective_has_the_gradients_of_the_whole(tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32}
     folder = make_directory("llama", tmp_path / "model", **sizes)
     run(compare, 2, str(folder))
+
+
+@pytest.mark.parametrize("kind", of_each_day(ENCODERS, kept=["roberta"]))
+def test_every_encoder_has_the_gradients_of_the_whole(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(4)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "pad_token_id": PADDING,
+    }
+    sizes |= {"intermediate_size": 24, "num_attention_heads": 2, "max_position_embeddings": 32}
+    config: Any = transformers.AutoConfig.for_model(kind, initializer_range=0.15, **sizes)
+    model = transformers.AutoModelForMaskedLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    run(compare_encoder, 2, str(tmp_path / "model"))
