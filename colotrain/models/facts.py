@@ -35,6 +35,10 @@ class ModelFacts:
     """transformers' auxiliary loss of its routers."""
     layers_run: Callable[[], int] | None = None
     """Number of layers that a forward runs on this pipeline stage; None: all of them."""
+    divide: Callable[[nn.Module], None] | None = None
+    """What is done to the model where ranks divide its sequences, beside `sequence_shard`."""
+    gathers_outputs: bool = False
+    """Whether its forward returns outputs of whole samples although ranks divide them."""
     gradients: Any = None
     """The engine's `GradientState`, once the model is sharded."""
 

@@ -24,7 +24,7 @@ from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
-from colotrain.models.huggingface_attention import allow_division_
+from colotrain.models.huggingface_attention import allow_division_, allow_division_inside_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Extended, Source, load
 from colotrain.models.huggingface_heads import change_head_, is_encoder, padded
@@ -47,6 +47,7 @@ from colotrain.models.huggingface_match import (
 )
 from colotrain.models.huggingface_task import (
     CAUSAL,
+    MASKED,
     WITHOUT_LOSS,
     Task,
     check_predicts_next_token,
@@ -108,6 +109,8 @@ def build(
         model.forward = functools.partial(own_loss, model.forward, task)
     elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
         model.forward = functools.partial(model.forward, use_cache=False)
+    if head is not None or _gives_vectors(plan) or task is MASKED:
+        allow_division_inside_(model, config)
     if head is not None:
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
+from colotrain.models.context_parallel import (
+    ATTRIBUTE,
+    SequenceShard,
+    attend,
+    of_first_rank,
+    whole_output,
+)
 from colotrain.models.facts import facts_of
 
 DIVISIBLE = (
@@ -32,8 +38,15 @@ DIVISIBLE = (
 
 Each is compared with plain transformers in tests/dist/test_context_parallel.py.
 """
+ENCODERS = ("bert", "electra", "roberta")
+"""Model types, of config.json, of which the same holds although tokens attend to all others.
+
+Each is compared in tests/dist/test_divided_objectives.py.
+"""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on the longest position in a forward."""
+HEADS = ("score", "classifier")
+"""Names that transformers gives the layer of a classifier behind its backbone."""
 NAME = "colotrain_context_parallel"
 
 
@@ -48,6 +61,60 @@ def allow_division_(model: nn.Module, config: Any) -> None:
         setattr(model, ATTRIBUTE, None)
 
 
+def allow_division_inside_(model: Any, config: Any) -> None:
+    """Declare the same of a model that is no causal language model.
+
+    It is one of vectors, of hidden tokens, or has a new head.
+    """
+    allow_division_(model, config)
+    if config.model_type in ENCODERS and not config.is_decoder:
+        setattr(model, ATTRIBUTE, None)
+    if hasattr(model, ATTRIBUTE):
+        facts_of(model).divide = _divide_inside_
+
+
+def _divide_inside_(model: Any) -> None:
+    """Let the backbone compute this rank's tokens; a classifier's outputs are gathered.
+
+    The pooling of a text comes after a decoder's head, and is then that of one process. An encoder
+    pools the first token before its head, so that the first rank's outputs are those of the text.
+    """
+    backbone = model.base_model
+    backbone.forward = functools.partial(_forward_of_part, model, backbone.forward)
+    for name in HEADS if backbone is not model else ():
+        if (head := getattr(model, name, None)) is not None:
+            head.register_forward_hook(_gather)
+            facts_of(model).gathers_outputs = True
+
+
+def _forward_of_part(
+    model: Any, forward: Callable[..., Any], input_ids: Tensor, **inputs: Any
+) -> Any:
+    """The backbone's output for this rank's tokens. Padding is at the end: no decoder sees it."""
+    mask = inputs.pop("attention_mask", None)
+    given = {name: value for name, value in inputs.items() if value is not None}
+    before, batch = num_calls(model), {"input_ids": input_ids}
+    embeddings: Any = getattr(model.base_model, "embeddings", None)
+    if (positions := getattr(embeddings, "create_position_ids_from_input_ids", None)) is not None:
+        batch["position_ids"] = positions(input_ids, embeddings.padding_idx)
+    seen = mask.bool() if mask is not None and _sees_all(model) else None
+    output = forward(**divided(model, batch, seen=seen), **given | {"use_cache": False})
+    check_calls(model, before)
+    return output if model.base_model is not model else (output[0],)  # not what it pools
+
+
+def _sees_all(model: Any) -> bool:
+    """Whether tokens attend to those behind them."""
+    return model.config.model_type in ENCODERS
+
+
+def _gather(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    if output.ndim == 2:
+        return of_first_rank(output, getattr(head, ATTRIBUTE))
+    whole: Tensor = whole_output(head, output)
+    return whole
+
+
 def _ropes(config: Any) -> Iterator[str]:
     """The kinds of rotary positions, of all layers or by kind of layer."""
     found = getattr(config, "rope_parameters", None) or {}
@@ -56,10 +123,13 @@ def _ropes(config: Any) -> Iterator[str]:
             yield each["rope_type"]
 
 
-def divided(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def divided(
+    model: Any, batch: dict[str, Tensor], *, seen: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return this rank's part of the samples that `model` divides; without that, the batch itself.
 
-    `batch` has input_ids, and perhaps labels, position_ids and document_ids, all [batch, seq].
+    `batch` has input_ids, and perhaps labels, position_ids and document_ids, all [batch, seq], as
+    is `seen`, False for padding that an encoder's tokens would see.
     """
     shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
     if shard is None:
@@ -69,9 +139,10 @@ def divided(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         shard.is_known_to_model = True
     shape = batch["input_ids"].shape
     documents = batch.pop("document_ids", None)
-    if documents is None and "position_ids" in batch:
+    sees_all = _sees_all(model)
+    if documents is None and "position_ids" in batch and not sees_all:
         documents = _documents_of(batch["position_ids"])
-    shard.begin(shape[1], documents)
+    shard.begin(shape[1], documents, seen=seen, is_causal=not sees_all)
     batch.setdefault("position_ids", torch.arange(shape[1], device=batch["input_ids"].device)[None])
     other = batch.keys() - {"input_ids", "labels", "position_ids"}
     if other:

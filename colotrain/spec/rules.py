@@ -87,7 +87,6 @@ PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
-PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 
 RULES: tuple[Rule, ...] = (
     Rule("model.hf", "model.target", (None,), "the directory is a model already"),
@@ -114,7 +113,6 @@ RULES: tuple[Rule, ...] = (
     Rule(PAIRS, "data.packing", ("auto", "none"), "each pair is a sample"),
     Rule(PAIRS, "data.isolate", (False,), "each pair is a sample"),
     Rule(PAIRS, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(PAIRS, {"mesh.cp": 1}),
     Rule(
         DPO,
         "checkpoint.resume",
@@ -127,13 +125,10 @@ RULES: tuple[Rule, ...] = (
     Rule(CLASSIFY, "data.corpus", (None,), "a corpus has no labels"),
     Rule(CLASSIFY, "data.packing", ("auto", "none"), "each text is a sample"),
     Rule(CLASSIFY, "data.isolate", (False,), "each text is a sample"),
-    *rules(CLASSIFY, {"mesh.cp": 1}),
     Rule(MASKED, "data.target", (None,), "tokens of files are hidden (data.path)"),
     Rule(MASKED, "data.isolate", (False,)),
-    *rules(MASKED, {"mesh.cp": 1}),
     Rule(DISTILL, "train.loss", (None,), "the objective is the loss"),
     Rule(DISTILL, "data.target", (None,), "the teacher reads files (data.path)"),
-    *rules(DISTILL, NO_AXES),
     *rules(KTO, OWN, "the objective has its own"),
     Rule(KTO, "train.on_nonfinite", ("stop", "skip")),
     Rule(KTO, "train.compile", (False,), "a pass without gradients comes before each step"),
@@ -142,7 +137,6 @@ RULES: tuple[Rule, ...] = (
     Rule(KTO, "data.packing", ("auto", "none"), "each answer is a sample"),
     Rule(KTO, "data.isolate", (False,), "each answer is a sample"),
     Rule(KTO, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(KTO, {"mesh.cp": 1}),
     Rule(
         KTO,
         "checkpoint.resume",
@@ -164,7 +158,6 @@ RULES: tuple[Rule, ...] = (
     Rule(EMBED, "data.packing", ("auto", "none"), "each text is a row"),
     Rule(EMBED, "data.isolate", (False,), "each text is a row"),
     Rule(EMBED, PROMPTS, ([],), "a model of embeddings continues no text"),
-    *rules(EMBED, {"mesh.cp": 1}),
     Rule("data.images", "model.target", (None,), "", "name an image-text directory: model.hf"),
     Rule("data.images", "data.target", (None,), "images are those of files (data.path)"),
     Rule("data.images", "data.corpus", (None,), "a corpus has no images"),
@@ -198,9 +191,7 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
-    *rules("mesh.cp>1", OWN, PARTS_OF_OUTPUTS, "set mesh.cp=1, or let the model return them"),
     Rule("mesh.cp>1", "train.compile", (False,)),
-    Rule("mesh.cp>1", PROMPTS, ([],), "ranks divide every sample"),
     Rule("mesh.tp>1", "train.compile", (False,)),
     Rule(
         "optim.name=schedule_free_adamw",
@@ -216,7 +207,6 @@ RULES: tuple[Rule, ...] = (
         "the others round to the nearest number",
     ),
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
-    Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),

@@ -31,9 +31,9 @@ from colotrain.engine.step.participant import Participant, StepResult
 from colotrain.engine.step.text_samples import write_samples
 from colotrain.errors import UsageError
 from colotrain.events.kinds import Evaluation, Note
-from colotrain.models.objective import inputs_of, outputs_alone
+from colotrain.models.context_parallel import whole_output
+from colotrain.models.objective import inputs_of, is_of_whole, outputs_alone
 from colotrain.models.outputs import TargetRule, means_in, metrics_in
-from colotrain.spec.axes import TP
 from colotrain.spec.batch import is_due
 from colotrain.spec.phases import Phase
 
@@ -91,7 +91,7 @@ class Evaluator(Participant):
         model.eval()
         with interruptible(run, "evaluation"), exported_buffers(run):
             sums, metrics = self._sum_losses(data)
-            if not run.plan.ranks.is_first(run.rank, TP):  # another rank has the same
+            if not run.counts(whole=self._is_of_whole()):  # another rank has the same
                 sums, metrics = torch.zeros_like(sums), {}
             reshard(run.sharded)
             run.progress.begin_agreement()
@@ -160,11 +160,19 @@ class Evaluator(Participant):
         if self.metrics is None:
             return loss, count, output, None
         outputs = seen[0]
+        if not is_of_whole(model):
+            (loss, count), output = whole_output(model, ((loss, count), output))
         if run.plan.model.hf and run.plan.model.loss is None:
             outputs = outputs_alone(model, batch)
+        if run.plan.model.loss is None:
+            outputs = whole_output(model, outputs)
         if output is None:
             return loss, count, None, None
         return loss, count, output, _checked(self.metrics(batch, outputs), run.plan.train.metrics)
+
+    def _is_of_whole(self) -> bool:
+        """Whether what a rank evaluates is of whole samples, although ranks may divide them."""
+        return self.metrics is not None or is_of_whole(self.run.sharded.module)
 
     def _weights_of_metrics(self) -> dict[str, str]:
         """Name of each metric without a count of its own → what it is a mean over (`WEIGHTS`).
@@ -204,7 +212,8 @@ class Evaluator(Participant):
         run, samples = self.run, self.run.targets.samples
         size = len(next(iter(samples.values())))
         has_none = self.metrics is None and sums_tokens(run.sharded.module)
-        if has_none or run.plan.mesh.cp > 1 or run.sharded.stage.count > 1 or size < 2:
+        is_of_part = run.plan.mesh.cp > 1 and not self._is_of_whole()
+        if has_none or is_of_part or run.sharded.stage.count > 1 or size < 2:
             return None
         trial = to_device(samples, run.device)
         apart = [{name: tensor[i : i + 1] for name, tensor in trial.items()} for i in range(size)]

@@ -16,6 +16,7 @@ from colotrain.engine.model.unchanged import unchanged, uncompiled
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
+from colotrain.models.context_parallel import whole_output
 from colotrain.spec.phases import Phase
 
 SHOWN = 200
@@ -62,14 +63,21 @@ def _encoder(run: Run, source: Prepared) -> vocabulary.Encoder:
 
 
 def _continued(run: Run, ids: list[int], encoder: vocabulary.Encoder, most: int) -> list[int]:
-    """At most `most` tokens after `ids`; the separator of documents ends them and is left out."""
-    model, found = run.sharded.module, list[int]()
+    """At most `most` tokens after `ids`; the separator of documents ends them and is left out.
+
+    Where ranks divide tokens, others follow to a number that they can divide: no token sees those
+    behind it.
+    """
+    model, found, unit = run.sharded.module, list[int](), run.plan.mesh.token_unit
     while len(found) < most:
         run.at(Phase.TEXT_SAMPLES)
         run.sharded.calls.clear()
         context = [*ids, *found][-run.plan.data.seq_len :]
-        logits = _logits(model(input_ids=torch.tensor([context], device=run.device)))
-        token = logits[0, -1, : encoder.vocab_size].argmax()
+        last = len(context) - 1
+        context += context[-1:] * (-len(context) % unit)
+        output = model(input_ids=torch.tensor([context], device=run.device))
+        logits = _logits(whole_output(model, output))
+        token = logits[0, last, : encoder.vocab_size].argmax()
         dist.broadcast(token, src=0)  # rounding must not part the ranks
         if token.item() == encoder.separator:
             break

@@ -80,13 +80,17 @@ class Objective:
     setting: str
     loss: Callable[[Mapping[str, Tensor], Any], Any]
     inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
-    context: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]] = lambda batch: (
-        nullcontext()
+    context: Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]] = (
+        lambda model, batch: nullcontext()
     )
     """Context of forward, of a batch."""
     kept: Kept | None = None
     """What the loss needs that another model, or the model before, says of a sample."""
     global_rows: GlobalRows | None = None
     """What the loss of a sample needs to know of the other samples of a step."""
+    of_whole: bool = True
+    """Whether the loss is of the outputs of whole samples. Where ranks divide samples, they gather
+    their outputs, and all of them compute the same loss; otherwise each has the loss of its part.
+    """
     is_users: bool = False
     """Whether the user's own function computes the loss."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.models.context_parallel import whole_output
 from colotrain.models.loss import by_token
 from colotrain.models.objectives.base import Kept, Objective
 from colotrain.models.objectives.pairs import (
@@ -47,13 +48,13 @@ def kept_reference() -> Kept:
 
 def objective(settings: DPO) -> Objective:
     loss, kept = functools.partial(loss_of, beta=settings.beta), kept_reference()
-    return Objective("train.objective=dpo", loss, inputs_of, lambda batch: by_token(), kept)
+    return Objective("train.objective=dpo", loss, inputs_of, lambda model, batch: by_token(), kept)
 
 
 def reference_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities [pairs, 2] under `model`."""
     with by_token():
-        return log_probs_of(batch, model(**inputs_of(batch)))
+        return log_probs_of(batch, whole_output(model, model(**inputs_of(batch))))
 
 
 def loss_of(batch: Mapping[str, Tensor], output: Any, *, beta: float) -> dict[str, Any]:

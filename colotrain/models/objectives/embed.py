@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colotrain.models.context_parallel import whole_output
 from colotrain.models.loss import exact_dtype
 from colotrain.models.objectives.base import POSITIONS, GlobalRows, Objective
 from colotrain.spec.objectives import EmbedPlan, Pooling
@@ -37,7 +38,7 @@ def objective(plan: EmbedPlan) -> Objective:
     entries = functools.partial(entries_of, scale=plan.scale)
 
     def rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return vectors(batch, model(**inputs_of(batch)))
+        return vectors(batch, whole_output(model, model(**inputs_of(batch))))
 
     def loss(batch: Mapping[str, Tensor], output: Any) -> dict[str, Any]:
         return loss_of(batch, vectors(batch, output), scale=plan.scale)

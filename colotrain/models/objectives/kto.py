@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.models.context_parallel import whole_output
 from colotrain.models.loss import by_token
 from colotrain.models.objectives.base import GlobalRows, Objective
 from colotrain.models.objectives.dpo import REFERENCE, kept_reference
@@ -37,7 +38,7 @@ def objective(settings: KTO) -> Objective:
         "train.objective=kto",
         functools.partial(loss_of, settings=settings),
         functools.partial(inputs_of, row=OWN),
-        lambda batch: by_token(),
+        lambda model, batch: by_token(),
         kept,
         global_rows=GlobalRows(rows=rows_of, entries=entries_of),
     )
@@ -65,7 +66,7 @@ def log_ratios_of(batch: Mapping[str, Tensor], output: Any, *, row: int) -> tupl
 def rows_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """r of the other records' answers, and whether each counts: float64 [samples, 2]."""
     with by_token():
-        output = model(**inputs_of(batch, row=OTHER))
+        output = whole_output(model, model(**inputs_of(batch, row=OTHER)))
     ratios, counted = log_ratios_of(batch, output, row=OTHER)
     return torch.stack([ratios.where(counted, 0.0), counted.double()], 1)
 
