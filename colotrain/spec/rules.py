@@ -87,6 +87,7 @@ PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
+WHOLE_EXPERTS = "the others need whole parameters: take another, or set mesh.ep=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
 PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 
@@ -218,6 +219,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
     Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
+    *rules("mesh.ep>1", {"mesh.tp": 1, "mesh.cp": 1, "mesh.pp": 1}, "experts alone are divided"),
+    *rules("mesh.ep>1", {"train.compile": False}, "how many tokens an expert gets is not known"),
+    Rule("mesh.ep>1", "model.quantize", (None,), "blocks of experts are not divided"),
+    Rule("mesh.ep>1", "adapter.parameters", ([],), "ranks divide no adapters of experts"),
+    Rule("mesh.ep>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_EXPERTS),
+    Rule("mesh.ep>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
+    Rule("mesh.ep>1", PROMPTS, ([],), "no rank has all experts"),
+    Rule("mesh.ep=1", "mesh.ep_plan", ([],), fix="set mesh.ep"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),
