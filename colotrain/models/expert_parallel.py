@@ -109,6 +109,9 @@ def _not_experts(module: nn.Module) -> str:
     """Why not all of a module's parameters are those of as many experts; "" if they are."""
     if any(True for child in module.children() for _ in module_tree.parameters(child)):
         return "has modules with parameters inside"
+    names = list(inspect.signature(module.forward).parameters)
+    if len(names) < 3:
+        return f"takes ({', '.join(names)}), not tokens, indices of experts and gates"
     shapes = _shapes(module)
     if not shapes or any(not shape for shape in shapes.values()):
         return "has none of its own" if not shapes else "has a scalar"

@@ -60,7 +60,7 @@ class Ranks:
         None: there are no replicas. If `world` is not a multiple of pp × ep × tp × shard, the
         remaining ranks are left out.
         """
-        copies = world // (mesh.pp * mesh.ep * mesh.tp)
+        copies = world // mesh.copy_ranks
         data = {DP_SHARD: copies}
         if shard is not None:
             data = {DP_REPLICATE: copies // shard, DP_SHARD: shard}
@@ -184,10 +184,19 @@ class MeshPlan(CommonMesh):
         """Ranks that work on the same samples."""
         return self.pp * self.cp * self.tp
 
+    @property
+    def parts(self) -> int:
+        """Ranks that have parts of one copy of a stage: of its experts, or of its matrices."""
+        return self.ep * self.tp
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that have parts of one copy of the model, before the plugin shards it."""
+        return self.pp * self.parts
+
     def readers(self, world: int) -> int:
         """Return the groups of such ranks among `world` ranks; 0 if they are not whole."""
-        parts = math.lcm(self.together, self.pp * self.ep * self.tp)
-        return 0 if world % parts else world // self.together
+        return 0 if world % math.lcm(self.together, self.copy_ranks) else world // self.together
 
     def unit(self, nodes: int) -> int:
         """What the number of ranks of each of `nodes` nodes must be a multiple of.
@@ -196,7 +205,7 @@ class MeshPlan(CommonMesh):
         """
         return math.lcm(
             self.cp * self.tp,
-            self.ep * self.tp,
+            self.parts,
             self.together // math.gcd(self.together, nodes),
         )
 

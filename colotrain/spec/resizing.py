@@ -33,7 +33,7 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
     ranks = plan.plugin.arrange(mesh, world=world)
     if ranks.world != world:
         copies = Ranks.of(mesh, world=world).size(DP_SHARD)
-        who = _named(copies, mesh.ep * mesh.tp)
+        who = _named(copies, mesh.parts)
         raise ColotrainError(
             f"{nodes} nodes: {who} cannot be divided into replicas of {plan.plugin.dp_shard}",
             f"set plugin.shard_size to a divisor of {procs}",
