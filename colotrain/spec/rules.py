@@ -226,7 +226,6 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.ep>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_EXPERTS),
     Rule("mesh.ep>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
     Rule("mesh.ep>1", PROMPTS, ([],), "no rank has all experts"),
-    Rule("mesh.ep=1", "mesh.ep_plan", ([],), fix="set mesh.ep"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),

@@ -51,13 +51,16 @@ class OwnExperts(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, LABELS)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the tokens' losses, with balancing losses, and their number."""
+        counts = (labels != -100).sum(1)
         balance = torch.zeros(())
         for block in self.blocks:
             x, unbalanced = block(x)
-            balance = balance + unbalanced.mean()
+            balance = balance + (unbalanced * counts).sum()
         logits = self.head(x)
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten()) + 0.1 * balance
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        return loss + 0.1 * balance, counts.sum()
 
 
 def make() -> nn.Module:
