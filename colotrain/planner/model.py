@@ -53,6 +53,7 @@ def survey_model(
         problems += _check_length(settings.data, found)
     problems += _check_context_parallel(settings, model, found)
     problems += _check_tensor_parallel(settings, model, found)
+    problems += _check_expert_parallel(settings, model, found)
     problems += _check_tokens(settings, model, found)
     problems += _check_divided_length(mesh, settings.data)
     if settings.train.compile:
@@ -218,6 +219,21 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
         expected = f"a divisor of {named}{kv}"
         fix = f"one of {', '.join(map(str, divisions.possible()))}"
         yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
+
+
+def _check_expert_parallel(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problems of dividing the model's experts among ranks."""
+    ep, how = settings.mesh.ep, survey.experts
+    if ep <= 1:
+        return
+    if how.against:
+        expected = f"1: {model.value} cannot divide its experts among ranks ({how.against})"
+        fix = "docs/expert-parallel.md lists the models that can"
+        yield Problem(key="mesh.ep", value=ep, expected=expected, fix=fix)
+    elif not how.allows(ep):
+        expected = f"a divisor of {', '.join(f'{n}={size}' for n, size in how.sizes.items())}"
+        fix = f"one of {', '.join(map(str, how.possible()))}"
+        yield Problem(key="mesh.ep", value=ep, expected=expected, fix=fix)
 
 
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:

@@ -164,6 +164,7 @@ def _mesh(mesh: Mesh) -> MeshPlan:
         pp_chunks=chunks,
         cp=max(1, mesh.cp),
         tp=max(1, mesh.tp),
+        ep=max(1, mesh.ep),
         sequence_parallel=mesh.sequence_parallel and mesh.tp > 1,
     )
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import IGNORE_INDEX
 
@@ -85,23 +86,28 @@ class Survey:
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
     divisions: Divisions | None = None
     """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
+    experts: Divisions = field(default_factory=Divisions)
+    """How ranks can divide its experts (`mesh.ep`)."""
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""
     libraries: tuple[str, ...] = ()
     """What every rank imports beside torch: `TRANSFORMERS`, `COMPILER`."""
 
-    def divided(self, ranks: int) -> Survey:
-        """The model with the parameters that one of `ranks` with parts of its matrices holds."""
-        if ranks == 1 or self.divisions is None:
-            return self
-        parameters = []
-        for p in self.parameters:
-            shape = self.divisions.part_of(p.name, p.shape, ranks)
-            if shape != p.shape:
-                numel = math.prod(shape)
-                p = dataclasses.replace(p, shape=shape, numel=numel, divided_shape=p.shape)
-            parameters.append(p)
-        return dataclasses.replace(self, parameters=tuple(parameters))
+    def divided(self, mesh: MeshPlan) -> Survey:
+        """The model with the parameters that one rank with parts of matrices, or experts, holds."""
+        parameters = self.parameters
+        for ranks, how in ((mesh.tp, self.divisions), (mesh.ep, self.experts)):
+            if ranks > 1 and how is not None:
+                parameters = tuple(_part_of(p, how, ranks) for p in parameters)
+        return dataclasses.replace(self, parameters=parameters)
+
+
+def _part_of(parameter: ParameterInfo, how: Divisions, ranks: int) -> ParameterInfo:
+    shape = how.part_of(parameter.name, parameter.shape, ranks)
+    if shape == parameter.shape:
+        return parameter
+    whole, numel = parameter.whole_shape, math.prod(shape)
+    return dataclasses.replace(parameter, shape=shape, numel=numel, divided_shape=whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from colotrain.engine.parts.part_map import PartMap, local_part
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
 from colotrain.lost_peers import peer_lost_in
-from colotrain.spec.axes import COPY, TP, Axis
+from colotrain.spec.axes import COPY, MATRICES, Axis
 from colotrain.spec.offload import StatePerRow
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -122,7 +122,7 @@ class ShardOptimizer:
 
     def _as_users(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         """Return parameters as a user's optimizer gets them, as if no matrix was divided."""
-        if self.comms is None or self.map is None or self.comms.ranks.size(TP) == 1:
+        if self.comms is None or self.map is None or self.comms.ranks.size(*MATRICES) == 1:
             return parameters
         whole = self.whole = self.whole or WholeMatrices(self.comms, self.map)
         return {n: nn.Parameter(whole.of(n, p.detach())) for n, p in parameters.items()}
@@ -166,7 +166,7 @@ class ShardOptimizer:
     def sum_(self, values: Tensor, axes: tuple[Axis, ...]) -> None:
         """Sum `values` in place over the ranks that differ in `axes` (collective)."""
         assert self.comms is not None
-        dist.all_reduce(values, group=self.comms[axes[0] if len(axes) == 1 else axes])
+        self.comms.sum_(values, axes)
 
     @property
     def streams(self) -> bool:

@@ -17,7 +17,6 @@ from colotrain.engine.optim.base import Groups
 from colotrain.engine.parts.part_map import PartMap
 from colotrain.engine.sharding.fsdp_internals import dtensor, dtensor_of
 from colotrain.errors import ConfigError, Problem, UsageError
-from colotrain.spec.axes import TP
 from colotrain.spec.plan import OptimPlan
 
 NUMBERS = frozenset({Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__})
@@ -78,7 +77,7 @@ def updating_in_place(
 
 
 class WholeMatrices:
-    """Parameters over all ranks that divide them, where ranks along TP do so beside shards.
+    """Parameters over all ranks that divide them, where ranks along TP or EP do so beside shards.
 
     All ranks must make it, which makes no collective.
     """
@@ -91,17 +90,17 @@ class WholeMatrices:
         if not isinstance(tensor, DTensor):
             return tensor
         part = self.parts[name]
-        dim = part.divided.get(TP)
+        dim = part.divided.get(self.parts.axis)
         inner = (Replicate() if dim is None else Shard(dim), Shard(0))
         outer = (Replicate(),) * (self.mesh.ndim - 2)
         return dtensor(tensor.to_local(), self.mesh, (*outer, *inner), torch.Size(part.whole))
 
     def sharded(self, name: str, value: Tensor, parameter: Tensor) -> Tensor | None:
-        """Return state of a parameter without its division along TP; None where that has none."""
+        """Return state of a parameter as this rank's shards have it; None where that has none."""
         if not isinstance(value, DTensor):
             return value
         *outer, matrices, shards = value.placements
-        dim, shape = self.parts[name].divided.get(TP), list(value.shape)
+        dim, shape = self.parts[name].divided.get(self.parts.axis), list(value.shape)
         if not all(placement.is_replicate() for placement in outer):
             return None
         if dim is not None and matrices.is_shard(dim):

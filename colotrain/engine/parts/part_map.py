@@ -69,7 +69,8 @@ class PartMap(Mapping[str, Part]):
     ranks: Ranks
     rank: int
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Parameter → what this rank has of it, where ranks along TP divide it."""
+    """Parameter → what this rank has of it, where ranks along `axis` divide it."""
+    axis: Axis = TP
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter → the pipeline stages that have it, where there are several stages."""
     _parts: dict[str, Part] = field(default_factory=dict)
@@ -81,9 +82,12 @@ class PartMap(Mapping[str, Part]):
         *,
         splits: Mapping[str, Split],
         holders: Mapping[str, tuple[int, ...]],
+        axis: Axis = TP,
     ) -> PartMap:
         """Return the parts of the parameters of a model that `fully_shard` has sharded."""
-        parts = PartMap(ranks=comms.ranks, rank=comms.rank, splits=splits, holders=holders)
+        parts = PartMap(
+            ranks=comms.ranks, rank=comms.rank, splits=splits, holders=holders, axis=axis
+        )
         for name, parameter in module_tree.named_parameters(model):
             sharded = isinstance(parameter, DTensor)
             parts._parts[name] = parts.part_of(name, parameter.shape, name, is_sharded=sharded)
@@ -110,7 +114,7 @@ class PartMap(Mapping[str, Part]):
     def part_of(self, name: str, shape: Sequence[int], parameter: str, *, is_sharded: bool) -> Part:
         """Return which part of a whole tensor this rank has.
 
-        The tensor is `parameter`, or state of it. Without its division along TP it has `shape`,
+        The tensor is `parameter`, or state of it. Without its division along `axis` it has `shape`,
         and its rows are divided if `is_sharded`. What belongs to no parameter is on all stages.
         """
         split = self.splits.get(parameter)
@@ -118,7 +122,7 @@ class PartMap(Mapping[str, Part]):
             split = None
         if not is_sharded and name != parameter and len(shape) < 2:  # a count, or bytes of any data
             split = None
-        divided: dict[Axis, int] = {} if split is None else {TP: split.dim}
+        divided: dict[Axis, int] = {} if split is None else {self.axis: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
         stage, stages = self.ranks.coords(self.rank)[PP], self.holders.get(parameter, (0,))
         is_here = stage in stages or parameter not in self.holders
@@ -161,7 +165,7 @@ class PartMap(Mapping[str, Part]):
             first, length = rows_of(shape[0], coords[DP_SHARD], self.ranks.size(DP_SHARD))
             slices[0] = slice(first, first + length)
         if split is not None:  # which is even: a rank's part begins after those before it
-            own, begin = slices[split.dim], coords[TP] * split.size
+            own, begin = slices[split.dim], coords[self.axis] * split.size
             slices[split.dim] = slice(begin + own.start, begin + own.stop)
         return tuple(slices)
 

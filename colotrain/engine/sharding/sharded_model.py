@@ -183,7 +183,7 @@ def shard_(
     if (compute := cast_dtype(plan.train.precision)) is not None:
         keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
-    parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders)
+    parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders, axis=tensor.axis)
     parts.freeze(frozen or {})
     sharded = ShardedModel(
         module=model,

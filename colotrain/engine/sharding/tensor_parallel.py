@@ -18,7 +18,7 @@ from colotrain.models.tensor_parallel_styles import (
     own_divisions,
     partial_parameters,
 )
-from colotrain.spec.axes import TP
+from colotrain.spec.axes import TP, Axis
 from colotrain.spec.divisions import Split
 from colotrain.spec.plan import RunPlan
 
@@ -27,6 +27,8 @@ from colotrain.spec.plan import RunPlan
 class TensorGroup:
     """This rank of a tensor-parallel group, and the parameters that the group divides."""
 
+    axis: Axis = TP
+    """The axis of the mesh in which the ranks of the group differ."""
     shard: TensorShard = field(default_factory=lambda: TensorShard(rank=0, size=1))
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameter → what this rank has of it; all others are whole, and equal on all ranks."""
@@ -49,6 +51,10 @@ class TensorGroup:
             sums = self.shard.sum(flat).split([gradient.numel() for gradient in alike])
             for gradient, total in zip(alike, sums, strict=True):
                 gradient.copy_(total.view(gradient.shape))
+
+    def used_by_any(self, used: Sequence[bool], device: str) -> list[bool]:
+        """Return which gradients some rank of the group has: those that this one has."""
+        return list(used)
 
     def connect_(self, group: dist.ProcessGroup, device: str) -> None:
         """Let the model exchange with the ranks of `group`, which must all call.

@@ -33,6 +33,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.generators import seeded
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.documents import DOCUMENT_IDS
+from colotrain.models.expert_parallel import ExpertShard, expert_divisions, share_tokens_
 from colotrain.models.huggingface import predicts_next, task_in
 from colotrain.models.huggingface_images import modules_of_images
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
@@ -116,6 +117,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         isolates=DOCUMENT_IDS in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
         divisions=own_divisions(module, model),
+        experts=expert_divisions(module, model),
     )
 
 
@@ -303,6 +305,11 @@ def trace_micro_batch(
         divisions = own_divisions(module, model) or Divisions()
         divide_parameters_(module, divisions, tensors)
         apply_styles_(module, divisions, tensors)
+    experts = ExpertShard(rank=0, size=mesh.ep)
+    if mesh.ep > 1:
+        divisions = expert_divisions(module, model)
+        divide_parameters_(module, divisions, TensorShard(rank=0, size=mesh.ep))
+        share_tokens_(module, divisions, experts)
     try:
         sample = one_sample(data, model)
         found = trace(
@@ -313,7 +320,7 @@ def trace_micro_batch(
             device=device,
             micro_batch=micro_batch,
         )
-        shards: tuple[SequenceShard | TensorShard, ...] = (sequences, tensors)
+        shards = (sequences, tensors, experts)
         exchanges = tuple(
             Exchange(ranks=shard.size, calls=shard.calls, whole_bytes=shard.exchanged_bytes)
             for shard in shards

@@ -1,0 +1,244 @@
+"""Ranks that divide experts, and send them their tokens, compute what one process computes."""
+
+from __future__ import annotations
+
+from functools import partial
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colotrain.cli.main import guarded
+from colotrain.engine.sharding.expert_parallel import all_to_all
+from colotrain.models.expert_parallel import ExpertShard, expert_divisions, share_tokens_
+from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
+from colotrain.spec.plan import ModelPlan
+from colotrain.spec.plugins import ROWS
+from colotrain.verify import runner
+from tests.dist import plain
+from tests.dist.own_experts import CHOSEN, EXPERTS, WIDTH, Experts
+from tests.dist.test_changed_axes import assert_equal_states
+from tests.dist.test_run import losses
+from tests.dist.test_transport import run
+from tests.families import FAMILIES
+from tests.representatives import representatives
+from tests.running import Colotrain
+
+OWN = (
+    *("model.target=tests.dist.own_experts:make", "data.target=tests.dist.own_experts:samples"),
+    *("mesh.ep_plan=['blocks.*.experts']", "train.global_batch=8", "train.micro_batch=2"),
+)
+PLAN = ModelPlan(target="its:own", ep_plan=["experts"])
+NAMES = {
+    "Qwen3-MoE": "Qwen3MoeForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
+    "GPT-OSS": "GptOssForCausalLM",
+    "DeepSeek V3": "DeepseekV3ForCausalLM",
+}
+
+
+def verified(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    guarded(["verify", *OWN, *options, "--json"])
+    cases: list[dict[str, Any]] = loads(capsys.readouterr().out)["cases"]
+    return cases
+
+
+@pytest.mark.parametrize("chosen", ["any", "first", "one"])
+def test_experts_of_several_ranks_have_outputs_and_gradients_of_all_tokens(chosen: str) -> None:
+    run(compare_with_all_tokens, 2, chosen)
+
+
+def compare_with_all_tokens(rank: int, chosen: str) -> None:
+    """Against each token's experts, written out; ranks have 5 and 8 tokens."""
+    draw = torch.Generator().manual_seed(torch.initial_seed() % 1000 + 5)
+    torch.manual_seed(11)
+    model = nn.ModuleDict({"experts": Experts().double()})
+    whole: Any = Experts().double()
+    whole.load_state_dict(model["experts"].state_dict())
+    like = {"dtype": torch.float64, "generator": draw}
+    tokens = [torch.randn(n, WIDTH, **like).requires_grad_() for n in (5, 8)]
+    gates = [torch.rand(n, CHOSEN, **like).requires_grad_() for n in (5, 8)]
+    chances = [torch.rand(n, EXPERTS, **like) for n in (5, 8)]
+    if chosen == "first":  # the second rank's experts get no token
+        chances = [each - torch.arange(EXPERTS) for each in chances]
+    index = [each.topk(CHOSEN).indices for each in chances]
+    if chosen == "one":  # twice the same expert
+        index = [each[:, :1].expand(-1, CHOSEN).contiguous() for each in index]
+    weights = [torch.randn(n, WIDTH, **like) for n in (5, 8)]
+    outputs = [written_out(whole, *each) for each in zip(tokens, index, gates, strict=True)]
+    sum((o * w).sum() for o, w in zip(outputs, weights, strict=True)).backward()  # type: ignore
+    divisions = expert_divisions(model, PLAN)
+    splits = divide_parameters_(model, divisions, TensorShard(rank=rank, size=2))
+    assert len(splits) == 3
+    shard = ExpertShard(rank=rank, size=2)
+    share_tokens_(model, divisions, shard)
+    shard.all_to_all = partial(all_to_all, group=dist.group.WORLD)
+    own = [each[rank].detach().clone().requires_grad_() for each in (tokens, gates)]
+    found = model["experts"](own[0], index[rank], own[1])
+    assert torch.allclose(found, outputs[rank], rtol=0, atol=1e-12)
+    (found * weights[rank]).sum().backward()
+    for mine, wanted in zip(own, (tokens, gates), strict=True):
+        assert torch.allclose(mine.grad, wanted[rank].grad, rtol=0, atol=1e-12)
+    for name, parameter in model["experts"].named_parameters():
+        wanted_part = whole.get_parameter(name).grad.chunk(2)[rank]
+        assert torch.allclose(parameter.grad, wanted_part, rtol=0, atol=1e-12), name
+
+
+def written_out(experts: Any, tokens: Tensor, index: Tensor, gates: Tensor) -> Tensor:
+    rows = []
+    for token, chosen, own in zip(tokens, index.tolist(), gates, strict=True):
+        each = [
+            gate * (experts.down[e] @ F.gelu(experts.up[e] @ token + experts.up_bias[e]))
+            for e, gate in zip(chosen, own, strict=True)
+        ]
+        rows.append(torch.stack(each).sum(0))
+    return torch.stack(rows)
+
+
+def test_every_plugin_equals_one_process_when_two_ranks_divide_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("train.grad_clip=0.1", "--freeze", "none", "--steps", "2")
+    cases = verified(capsys, "--world-sizes", "2", "--ep", "2", *options)
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    assert {case["accumulation_steps"] for case in cases} == {1, 4}
+    for case in cases:
+        assert case["passed"], case["difference"]
+        assert case["ep"] == 2, case
+        assert case["max_abs_loss"] <= 1e-6
+        assert case["max_abs_gradient"] <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--ep", "2,4", "--optimizer", "recipe", "train.activation_checkpointing=full"),
+        ("--ep", "2", "plugin.name=fsdp-hybrid", "plugin.shard_size=1", "--accumulation", "2"),
+        ("--ep", "2", "adapter.name=lora", "adapter.targets=['*.mix','*.router']"),
+        ("--ep", "2", "freeze.patterns=['blocks.0.experts.*',head.*]", "--accumulation", "2"),
+        ("--ep", "4", "train.precision=bf16", "--accumulation", "4"),
+    ],
+    ids=["recomputed, adamw", "replicas", "adapters", "frozen", "bf16"],
+)
+def test_every_plugin_equals_one_process_on_four_ranks(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = verified(capsys, "--world-sizes", "4", "--freeze", "none", *options)
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        ("sends_a_token_twice", "loss of step"),
+        ("leaves_out_gates", "loss of step"),
+        ("averages_experts", "experts."),
+        ("leaves_norms_partial", "gradient of"),
+    ],
+)
+def test_a_fault_in_dividing_experts_is_found(
+    mutant: str,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    options = ("--plugins", "zero3", "--accumulation", "1", "--steps", "2", "--freeze", "none")
+    (case,) = verified(capsys, "--world-sizes", "2", "--ep", "2", *options)
+    assert not case["passed"]
+    assert says in case["difference"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("name", representatives(list(NAMES), kept=list(NAMES)))
+def test_mixtures_of_transformers_train_as_plain_transformers(
+    name: str, ranks: int, ep: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    (family,) = (each for each in FAMILIES if each.architecture == NAMES[name])
+    folder = family.make(tmp_path / "made")
+    sizes = (f"cluster.procs_per_node={ranks}", f"mesh.ep={ep}", "train.micro_batch=1")
+    plans = [plain.plan_of(family, folder, plugin, *sizes) for plugin in ROWS]
+    for result in plain.compare(family, folder, tmp_path / "cases", plans):
+        assert result.passed, f"{result.plugin}: {result.difference}"
+        assert result.max_abs_loss <= 1e-6
+    run_of = runner.case_of(tmp_path / "cases", ranks, 0)
+    to = tmp_path / "exported"
+    assert plain.export_difference(family, folder, run_of, to, step=plain.STEPS) <= 1e-5
+
+
+def test_a_run_goes_on_with_and_without_divided_experts(colotrain: Colotrain) -> None:
+    options = (
+        *(*OWN[:2], *OWN[3:], "cluster.procs_per_node=2", "train.eval_steps=0"),
+        *("checkpoint.every=1", "checkpoint.keep=4", "train.on_nonfinite=rollback"),
+    )
+    divided = (OWN[2], "mesh.ep=2")
+    whole = colotrain.run(*options, "train.max_steps=3", "plugin=zero1", "name=whole")
+    first = colotrain.run(*options, *divided, "train.max_steps=1", "plugin=zero3", "name=first")
+    assert losses(first) == pytest.approx(losses(whole)[:1], abs=1e-6)
+    saved = colotrain.rundir("first").checkpoint(1)
+    again = (*options, "train.max_steps=3", "plugin=gemini", f"checkpoint.resume={saved}")
+    assert losses(colotrain.run(*again, "name=a")) == pytest.approx(losses(whole)[1:], abs=1e-6)
+    saved = colotrain.rundir("a").checkpoint(2)
+    back = (*options, *divided, "plugin=zero2", "train.max_steps=3", f"checkpoint.resume={saved}")
+    assert losses(colotrain.run(*back, "name=b")) == pytest.approx(losses(whole)[2:], abs=1e-6)
+    assert_equal_states(saved, colotrain.rundir("b").checkpoint(2))
+    resumed = colotrain("resume", "first", "train.max_steps=3", "--json")
+    straight = colotrain.run(*options, *divided, "train.max_steps=3", "plugin=zero3", "name=c")
+    assert losses(resumed.json) == losses(straight)
+    assert_equal_states(*(colotrain.rundir(name).checkpoint(3) for name in ("first", "c")))
+
+
+LIST = """
+from torch import nn
+from tests.dist.own_experts import OwnExperts
+
+class Stacks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(OwnExperts().blocks[0].experts.up.detach())
+    def forward(self, hidden):
+        return hidden
+
+def in_list():
+    model = OwnExperts()
+    model.blocks[1].experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+    return model
+
+def unknown():
+    model = OwnExperts()
+    model.blocks[1].experts = Stacks()
+    return model
+"""
+
+
+def test_what_cannot_be_divided_is_refused_by_name(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "of_lists.py").write_text(LIST)
+    own, data, two = OWN[0], OWN[1], ("cluster.procs_per_node=12", "train.global_batch=24")
+    for words, says in {
+        (own, "mesh.ep=2"): "no experts in one parameter",
+        ("model.target=of_lists:in_list", "mesh.ep=2"): "blocks.1.experts is a list of modules",
+        ("model.target=of_lists:unknown", "mesh.ep=2"): "blocks.1.experts takes (hidden)",
+        (own, OWN[2], "mesh.ep=3"): "a divisor of num_experts=4",
+        (own, OWN[2], "mesh.ep=5"): "a divisor of cluster.procs_per_node=12",
+        (own, "mesh.ep=2", "mesh.ep_plan=['blocks.*.expert']"): "the names of modules of experts",
+        (own, "mesh.ep=2", "mesh.ep_plan=['blocks.*']"): "blocks.0 has modules with parameters",
+        (own, "mesh.ep=2", "mesh.ep_plan=['*norm','*.experts']"): "blocks.0.norm takes (input)",
+        (own, OWN[2], "mesh.ep=2", "mesh.cp=2"): "mesh.ep=2",
+        (own, OWN[2], "mesh.ep=2", "train.compile=true"): "train.compile",
+        (own, OWN[2], "mesh.ep=2", "optim.name=muon"): "set mesh.ep=1",
+    }.items():
+        found = colotrain("plan", *words, data, *two, "plugin=zero2")
+        assert found.code == 2, words
+        assert says in " ".join(found.err.split()), (words, found.err)
