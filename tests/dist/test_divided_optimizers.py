@@ -1,4 +1,4 @@
-"""Optimizers that need more than an element, where ranks divide each matrix (`mesh.tp`)."""
+"""Optimizers that need more than an element, where ranks divide matrices, or experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from colotrain.spec.plugins import ROWS
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.runner import verify
 from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.test_expert_parallel import OWN as EXPERTS
 from tests.dist.test_run import losses
 from tests.representatives import of_each_day, representatives
 
@@ -32,6 +33,15 @@ def test_parts_of_matrices_are_updated_as_whole_ones(
     plan = plan_from([*words, "cluster.procs_per_node=4", "checkpoint.every=0"])
     tolerance = LOOSE if name == "muon" else EXACT
     (result,) = verify([plan], tmp_path, tolerance=tolerance)
+    assert result.passed, result.difference
+
+
+@pytest.mark.parametrize("name", representatives((*NAMES, "adamw8bit"), kept=["muon", "adafactor"]))
+def test_parts_of_experts_are_updated_as_whole_ones(name: str, tmp_path: Path) -> None:
+    steps = ("optim.lr=0.02", "optim.schedule.name=constant", "train.max_steps=3", "mesh.ep=2")
+    more = ("plugin=zero3", "cluster.procs_per_node=4", "checkpoint.every=0")
+    plan = plan_from([*EXPERTS, *steps, *more, f"optim.name={name}"])
+    (result,) = verify([plan], tmp_path, tolerance=LOOSE if name == "muon" else EXACT)
     assert result.passed, result.difference
 
 
