@@ -54,7 +54,7 @@ class ExpertShard:
     def count(self, tokens: Tensor, num_chosen: int) -> None:
         """Note the exchanges of a forward and its backward, of tokens that go to all ranks."""
         copies = min(num_chosen, self.size)
-        self.calls += 4
+        self.calls += 8  # counts, indices, tokens, gates and outputs; three of them again
         self.exchanged_bytes += 4 * copies * tokens.nbytes
 
 
