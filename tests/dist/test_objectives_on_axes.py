@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from colotrain.cli.main import guarded
 from colotrain.engine.sharding.context_parallel import collectives_of
 from colotrain.models.loss import Logits, by_token
 from colotrain.models.objectives.distill import TEACHER, learning_from_teacher
 from colotrain.models.tensor_parallel import TensorShard, vocabulary_cross_entropy
 from colotrain.spec.objectives import DistillPlan
+from colotrain.verify import runner
 from tests.dist.hf import make_directory
 from tests.dist.test_transport import run
 from tests.embedders import make_embedder
@@ -126,6 +128,17 @@ def test_verify_passes_where_two_ranks_divide_each_sample(
     assert result.code == 0, result.out + result.err
     assert {case["cp"] for case in result.json["cases"]} == {2}
     assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
+def test_a_loss_that_every_rank_counts_is_found(
+    colotrain: Colotrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.counts_whole_samples_on_every_rank")
+    monkeypatch.chdir(colotrain.cwd)
+    settings = settings_of("simpo", colotrain.cwd)
+    options = ("--cp", "2", "--world-sizes", "2", "--plugins", "zero3", "--accumulation", "1")
+    assert guarded(["verify", *settings, *options, "--freeze", "none", "--steps", "2"]) == 4
+    assert "gradient of" in capsys.readouterr().err
 
 
 @pytest.mark.slow
