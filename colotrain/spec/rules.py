@@ -85,6 +85,7 @@ OF_FILES: dict[str, Any] = {
 NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
+WITHOUT_PASS = (None, "masked", "classify", "classify_tokens", "reward", "orpo", "simpo")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
@@ -192,7 +193,8 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.merge", "model.quantize", (None,), "blocks hold the weights of the directory"),
     Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
-    *rules("mesh.pp>1", {"train.compile": False, **OWN, "train.objective": None}),
+    *rules("mesh.pp>1", {"train.compile": False}),
+    Rule("mesh.pp>1", "train.objective", WITHOUT_PASS, "no pass before a step runs through stages"),
     Rule("mesh.pp>1", PROMPTS, ([],), "no rank has the whole model"),
     Rule("mesh.pp>1", "mesh.sequence_parallel", (False,)),
     *rules("mesh.pp>1", dict.fromkeys(ON_DEVICE, "auto"), "stages keep all on the device"),

@@ -21,7 +21,7 @@ from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_by
 from colotrain.errors import message_of
 from colotrain.forked import in_fork
 from colotrain.generators import drawn_on_host, kept
-from colotrain.models.objective import output_of
+from colotrain.models.objective import forward_of
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import (
     TorchDispatchMode,
@@ -180,7 +180,7 @@ class _Trial(TorchFunctionMode):
         self.one_stage.inside.update(map(storage_id, inside))
         self.drawn = drawn_on_host()
         with self.one_stage, self:
-            output = output_of(self.model, batch)
+            output = forward_of(self.model, batch)  # of which the last stage makes the loss
         if len(self.called) != len(self.names):
             raise NoSequence(f"{self.names[len(self.called)]} is not called")
         origin = self.one_stage.origin_of(dict(output) if isinstance(output, Mapping) else output)

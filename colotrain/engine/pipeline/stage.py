@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain import module_tree
+from colotrain.engine.comms import exchange
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.model.model_blocks import Group
@@ -180,13 +181,17 @@ class Stage:
         if self.exchange is not None:
             self.exchange.finish()
 
-    def from_last(self, number: int) -> int:
-        """Return the last stage's number. All ranks must call."""
+    def from_last(self, value: Any) -> Any:
+        """Return the last stage's value, plain data. All ranks must call."""
         if self.line is None:
-            return number
-        told = torch.tensor(number)
-        dist.broadcast(told, group=self.line, group_src=self.count - 1)
-        return int(told.item())
+            return value
+        return exchange.broadcast(value, self.line, src=self.count - 1)
+
+    def tensors_from_last(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the last stage's tensors, on the CPU. All ranks must call."""
+        if self.line is None:
+            return dict(tensors)
+        return exchange.broadcast_tensors(tensors, self.line, src=self.count - 1)
 
     def sum_shared_(self, name: str, gradient: Tensor) -> None:
         """Add the other stage's gradient of a tied parameter; both then have the same bits.

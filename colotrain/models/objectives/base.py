@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from colotrain.spec.phases import Phase
 
+Forward = Callable[..., Any]
+"""A model, or what runs it through pipeline stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -26,8 +29,8 @@ class Kept:
     """Its shape for a sample with labels of this one."""
     unknown: Tensor
     """What fills it where it is not known: then the loss is NaN. Its dtype is the entry's."""
-    rows: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-    """What a model says of a batch [samples, ...]."""
+    rows: Callable[[Forward, Mapping[str, Tensor]], Tensor]
+    """What a model says of a batch [samples, ...], by one forward."""
     settings: dict[str, Any]
     """The objective's settings that change it."""
     phase: Phase
@@ -57,8 +60,8 @@ class GlobalRows:
     micro-batches on all ranks, so that a step is the same however its batch is divided.
     """
 
-    rows: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-    """What a model says of the samples of a micro-batch: [samples, ...]."""
+    rows: Callable[[Forward, Mapping[str, Tensor]], Tensor]
+    """What a model says of the samples of a micro-batch, by one forward: [samples, ...]."""
     entries: Callable[[Tensor], dict[str, Tensor]]
     """Entries of every micro-batch, from the rows of all samples in their order."""
 
