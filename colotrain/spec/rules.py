@@ -85,7 +85,6 @@ OF_FILES: dict[str, Any] = {
 NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
-WITHOUT_PASS = (None, "masked", "classify", "classify_tokens", "reward", "orpo", "simpo")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
@@ -167,6 +166,12 @@ RULES: tuple[Rule, ...] = (
     Rule(EMBED, "data.isolate", (False,), "each text is a row"),
     Rule(EMBED, PROMPTS, ([],), "a model of embeddings continues no text"),
     *rules(EMBED, {"mesh.cp": 1}),
+    Rule(
+        f"{EMBED} and mesh.pp>1",
+        "mesh.pp_schedule",
+        ("1f1b",),
+        "chunks run in another order in the pass before a step, where dropout must drop the same",
+    ),
     Rule("data.images", "model.target", (None,), "", "name an image-text directory: model.hf"),
     Rule("data.images", "data.target", (None,), "images are those of files (data.path)"),
     Rule("data.images", "data.corpus", (None,), "a corpus has no images"),
@@ -194,9 +199,12 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
     *rules("mesh.pp>1", {"train.compile": False}),
-    Rule("mesh.pp>1", "train.objective", WITHOUT_PASS, "no pass before a step runs through stages"),
-    Rule("mesh.pp>1", PROMPTS, ([],), "no rank has the whole model"),
-    Rule("mesh.pp>1", "mesh.sequence_parallel", (False,)),
+    Rule(
+        "mesh.pp>1 and mesh.sequence_parallel=true",
+        "mesh.pp_schedule",
+        ("1f1b",),
+        "the first layer divides the tokens, and is not called where another chunk runs",
+    ),
     *rules("mesh.pp>1", dict.fromkeys(ON_DEVICE, "auto"), "stages keep all on the device"),
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),

