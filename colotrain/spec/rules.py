@@ -198,7 +198,6 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.merge", "model.quantize", (None,), "blocks hold the weights of the directory"),
     Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
-    *rules("mesh.pp>1", {"train.compile": False}),
     Rule(
         "mesh.pp>1 and mesh.sequence_parallel=true",
         "mesh.pp_schedule",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from json import loads
+from pathlib import Path
+
 import pytest
 
+from colotrain.cli.main import guarded
+from colotrain.verify import runner
 from tests.dist import test_objectives_on_axes as on_axes
 from tests.dist.hf import make_directory
 from tests.dist.test_distillation import DISTILL
@@ -136,3 +141,23 @@ def check(colotrain: Colotrain, *words: str) -> None:
     result = colotrain("verify", *words, "--freeze", "none", "--steps", "2", "--json")
     assert result.code == 0, result.out + result.err
     assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutant", ["takes_labels_of_another_micro_batch", "weighs_micro_batches_equally"]
+)
+def test_a_fault_of_the_last_stage_is_found(
+    mutant: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    monkeypatch.chdir(tmp_path)
+    settings = on_axes.settings_of("classify_tokens", tmp_path)
+    options = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero3", "--accumulation", "4")
+    guarded(["verify", *settings, *options, "--freeze", "none", "--steps", "2", "--json"])
+    (case,) = loads(capsys.readouterr().out)["cases"]
+    assert not case["passed"]
+    assert "loss of step 1" in case["difference"]

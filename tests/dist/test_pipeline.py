@@ -91,6 +91,13 @@ def test_every_plugin_equals_one_process_on_four_ranks(
 
 
 @pytest.mark.slow
+def test_compiled_blocks_of_stages_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero3", "--accumulation", "4")
+    (case,) = verified(capsys, *axes, "--freeze", "none", *CHUNKS, "train.compile=true")
+    assert case["passed"], case["difference"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "axes"), [("gpt2", ("2", "1")), ("llama", ("4", "2"))])
 def test_a_model_of_transformers_equals_one_process(
     kind: str, axes: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
