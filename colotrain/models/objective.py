@@ -95,14 +95,19 @@ def output_of(
 
     The output of forward is appended to `seen`.
     """
-    objective = objective_of(model)
-    with nullcontext() if objective is None else objective.context(model, batch):
-        output = model(**inputs_of(model, batch))
+    objective, output = objective_of(model), forward_of(model, batch)
     if is_of_whole(model):
         output = whole_output(model, output)
     if seen is not None:
         seen.append(output)
     return output if objective is None else objective.loss(batch, output)
+
+
+def forward_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """What the model's forward returns of a batch, from which the objective makes the loss."""
+    objective = objective_of(model)
+    with nullcontext() if objective is None else objective.context(model, batch):
+        return model(**inputs_of(model, batch))
 
 
 def as_global_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -222,12 +222,13 @@ class PlanningContext(Examined):
         precision = PRECISIONS[self.train.precision]
         itemsize = precision.num_bytes if precision.is_cast else sequence.activation_itemsize
         near = ranks.has_neighbours_on_node(PP, procs_per_node=procs)
+        parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
         return replace(
             layout,
             owners=ranks.size(*COPY),
             stages=mesh.pp,
             stage=self.stage.number,
-            activation_bytes=sequence.activation_numel * itemsize // mesh.cp,
+            activation_bytes=sequence.activation_numel * itemsize // parts,
             stage_chunks=mesh.pp_chunks,
             gradients_sent=self.stage.gradients_sent,
             links_stages=near and self.scale.device == "cpu",

@@ -54,6 +54,19 @@ def test_a_model_continues_the_prompts_and_trains_as_without(colotrain: Colotrai
     assert any("step 4: 'The ' continues" in text for text in notes), notes
 
 
+def test_stages_write_what_their_whole_model_does(colotrain: Colotrain) -> None:
+    words = (*SMALL, *STEPS, *ASKED, "plugin=zero3", "data.tokenizer=bytes", "name=staged")
+    chunks = ("mesh.pp=2", "mesh.pp_schedule=interleaved", "model.args.num_layers=4")
+    colotrain.run(*words, *chunks, "train.eval_every=4", "optim.lr=0.05")
+    lines = written(colotrain, "staged")
+    state = read_whole(colotrain.rundir("staged").checkpoint(4))
+    model = LLM(vocab_size=256, d_model=32, num_layers=4, num_heads=2, d_hidden=64)
+    model.load_state_dict({n: state[f"model.{n}"] for n in model.state_dict()})
+    with torch.no_grad():
+        assert [line["text"] for line in lines[2:]] == [continued(model, p, 12) for p in PROMPTS]
+    assert lines[0]["text"] != lines[2]["text"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

@@ -189,7 +189,8 @@ def recompute(build: Build) -> None:
 
 
 def compile_blocks(build: Build) -> None:
-    compile_blocks_(build.model)
+    own = {module for module, _ in build.stage.stand_ins.values()}
+    compile_blocks_(build.model, own if build.stage.count > 1 else None)
 
 
 def shard(build: Build) -> None:

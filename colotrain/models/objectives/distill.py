@@ -33,7 +33,7 @@ from colotrain.models.loss import (
     rows_at_once,
     shape_,
 )
-from colotrain.models.objectives.base import Kept, Objective
+from colotrain.models.objectives.base import Forward, Kept, Objective
 from colotrain.records import to_plain
 from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan
 from colotrain.spec.phases import Phase
@@ -68,7 +68,7 @@ def objective(plan: DistillPlan) -> Objective:
     )
 
 
-def rows_of_teacher(model: nn.Module, batch: Mapping[str, Tensor], *, plan: DistillPlan) -> Tensor:
+def rows_of_teacher(model: Forward, batch: Mapping[str, Tensor], *, plan: DistillPlan) -> Tensor:
     """Rows [samples, seq, 2k + 1] of the teacher, whose probabilities are kept."""
     with as_teacher(plan):
         found: Tensor = model(**batch)[0]

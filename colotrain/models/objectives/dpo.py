@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from colotrain.models.context_parallel import whole_output
 from colotrain.models.loss import by_token
-from colotrain.models.objectives.base import Kept, Objective
+from colotrain.models.objectives.base import Forward, Kept, Objective
 from colotrain.models.objectives.pairs import (
     has_answers,
     inputs_of,
@@ -51,10 +50,10 @@ def objective(settings: DPO) -> Objective:
     return Objective("train.objective=dpo", loss, inputs_of, lambda model, batch: by_token(), kept)
 
 
-def reference_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def reference_of(model: Forward, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities [pairs, 2] under `model`."""
     with by_token():
-        return log_probs_of(batch, whole_output(model, model(**inputs_of(batch))))
+        return log_probs_of(batch, model(**inputs_of(batch)))
 
 
 def loss_of(batch: Mapping[str, Tensor], output: Any, *, beta: float) -> dict[str, Any]:

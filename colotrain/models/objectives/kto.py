@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from colotrain.models.context_parallel import whole_output
 from colotrain.models.loss import by_token
-from colotrain.models.objectives.base import GlobalRows, Objective
+from colotrain.models.objectives.base import Forward, GlobalRows, Objective
 from colotrain.models.objectives.dpo import REFERENCE, kept_reference
 from colotrain.models.outputs import pair_in
 from colotrain.spec.objectives import GOOD, IGNORE_INDEX, KTO
@@ -63,10 +62,10 @@ def log_ratios_of(batch: Mapping[str, Tensor], output: Any, *, row: int) -> tupl
     return log_probs - reference, (labels != IGNORE_INDEX).any(-1)
 
 
-def rows_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def rows_of(model: Forward, batch: Mapping[str, Tensor]) -> Tensor:
     """r of the other records' answers, and whether each counts: float64 [samples, 2]."""
     with by_token():
-        output = whole_output(model, model(**inputs_of(batch, row=OTHER)))
+        output = model(**inputs_of(batch, row=OTHER))
     ratios, counted = log_ratios_of(batch, output, row=OTHER)
     return torch.stack([ratios.where(counted, 0.0), counted.double()], 1)
 

@@ -59,11 +59,11 @@ def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    words = ["recipe=llm-tiny", "mesh.pp=2", "train.compile=true", "optim.name=mine:Own"]
+    words = ["recipe=llm-tiny", "mesh.pp=2", "plugin.disk_path=disk", "optim.name=mine:Own"]
     with pytest.raises(ConfigError) as caught:
         plan_from([*words, "train.stop_early.metric=loss", "train.eval_steps=0"])
     keys = {problem.key for problem in caught.value.problems}
-    assert keys >= {"train.compile", "optim.name", "train.stop_early.metric"}
+    assert keys >= {"plugin.disk_path", "optim.name", "train.stop_early.metric"}
     assert list(check_rules({**dict.fromkeys(leaves(Config)), **allowed()})) == []
 
 
