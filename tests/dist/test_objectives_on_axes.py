@@ -82,10 +82,10 @@ def settings_of(objective: str, folder: Path) -> list[str]:
     else:
         found = [f"model.hf={make_directory('llama', folder / 'model', **OF_BYTES)}"]
         found += ["data.tokenizer=bytes", "+model.args.pad_token_id=0"]
-    if objective == "own":
+    if objective in ("own", "metrics"):
         (folder / "own_on_axes.py").write_text(OWN)
-        found += ["data.corpus=stdlib", "train.loss=own_on_axes:loss"]
-        found.append("train.metrics=own_on_axes:metrics")
+        found += ["data.corpus=stdlib", "train.metrics=own_on_axes:metrics"]
+        found += ["train.loss=own_on_axes:loss"] * (objective == "own")
     else:
         write_records(folder / "records.jsonl", FIELDS[objective])
         found += [f"train.objective={objective}", "data.path=records.jsonl"]
@@ -116,6 +116,7 @@ FOUR = ("--world-sizes", "4", "--plugins", "zero2", "--accumulation", "2")
             for objective in of_each_day([*FIELDS, "own"], kept=["dpo", "own"])
         ),
         ("kto", (*FOUR, "--tp", "2")),
+        ("metrics", PAIR_OF_RANKS),
         ("simpo", FOUR),
     ],
 )
