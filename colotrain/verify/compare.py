@@ -13,7 +13,7 @@ from torch import Tensor
 from colotrain.engine.step.evaluation import RESERVED
 from colotrain.records import same_fields
 from colotrain.spec.objectives import EmbedPlan
-from colotrain.spec.optimizers import optimizer_of
+from colotrain.spec.optimizers import is_in_a_layer, optimizer_of
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS, Precision
 from colotrain.verify.cases import Case
@@ -66,6 +66,9 @@ class Tolerance:
     parameter_floor: float = 1.0
     own_gradient: float | None = None
     """Limit relative to the gradient's own largest value; None: derived from `gradient`."""
+    update: float = 0.0
+    """Share of its own largest change in a step by which a matrix of a layer may differ, where the
+    optimizer computes updates in few bits: rounding elsewhere turns numbers halfway between two."""
     flips: float = 0.0
     """Share of a parameter's elements that may differ by up to one step, where the optimizer rounds
     its state to few numbers: halfway between two, rounding elsewhere decides for one of them."""
@@ -136,8 +139,11 @@ def compare(
     if tolerance is None:
         dtypes = (value.dtype for value in reference.parameters[0].values())
         tolerance = Tolerance.explained_by(plan.train.precision, dtypes, reference.computed_in)
-    if optimizer_of(plan.optim.name).blocks is not None:
+    optimizer = optimizer_of(plan.optim.name)
+    if optimizer.blocks is not None:
         tolerance = replace(tolerance, flips=FLIPS)
+    if optimizer.computes_in is not None:
+        tolerance = replace(tolerance, update=PRECISIONS[optimizer.computes_in].tolerance)
     if isinstance(plan.model.objective, EmbedPlan):
         tolerance = replace(tolerance, terms=plan.model.objective.scale)
     check = _Check(reference, found, step_size=plan.optim.lr)
@@ -252,13 +258,20 @@ class _Check:
             value = self.found.parameters[step][name]
             off = distance(wanted[name], value)
             self._measure("parameter", off)
-            own = max(limit, 2 * rounding.get(name, 0.0))
+            own = max(limit, 2 * rounding.get(name, 0.0), self._rounds(name, step, tolerance))
             if step == 0:
                 if not off <= INITIAL_LIMIT * max_abs(wanted[name]):
                     self.differs(f"initial value of {name}: differs by {off:.3g}")
             elif not off <= own and not self._flips(wanted[name], value, own, tolerance):
                 self.differs(f"parameter {name} after step {step}: differs by {off:.3g}")
         return None
+
+    def _rounds(self, name: str, step: int, tolerance: Tolerance) -> float:
+        """What `Tolerance.update` explains of a parameter's difference after `step` steps."""
+        steps = self.reference.parameters
+        if not tolerance.update or not step or not is_in_a_layer(name, steps[step][name].shape):
+            return 0.0
+        return tolerance.update * distance(steps[step - 1][name], steps[step][name])
 
     def _flips(self, wanted: Tensor, found: Tensor, limit: float, tolerance: Tolerance) -> bool:
         """Whether so few elements differ, and by so little, that `Tolerance.flips` explains it."""
