@@ -20,6 +20,24 @@ from tests.pages import ROOT
 pytest.importorskip("transformers")
 FAST, GROUP, NUM = 4, 8, 60
 """Cases of the fast test, of each slow one, and of all."""
+FOUND: tuple[dict[str, Any], ...] = (
+    {"model": "llm", "plugin.name": "gemini", "optim.name": "muon", "accumulate.steps": 2},
+    {
+        **{"model": "llama", "plugin.name": "zero1", "train.objective": "embed"},
+        **{"optim.name": "adafactor", "accumulate.steps": 3},
+    },
+    {
+        **{"model": "bert", "plugin.name": "zero3", "train.objective": "masked"},
+        **{"model.args.dtype": "bfloat16", "accumulate.steps": 4, "train.grad_clip": 0.1},
+        "optim.schedule.warmup_steps": 1,
+    },
+    {
+        **{"model": "tied", "plugin.name": "fsdp-hybrid", "train.objective": "reward"},
+        **{"train.activation_checkpointing": "selective", "train.micro_batch": 2},
+    },
+)
+"""Cases that were faults once: Muon's rounding, Adafactor's in float64, a last place of bfloat16,
+and attention's keys of a forward that the recomputed one got as well."""
 SCRIPTS = ("random_cases", "random_cases_drawing")
 
 
@@ -52,6 +70,11 @@ def compare(script: ModuleType, cases: Any, numbers: range) -> None:
 
 def test_some_cases_of_the_day(script: ModuleType, cases: Any) -> None:
     compare(script, cases, range(FAST))
+
+
+def test_cases_that_were_faults_are_equal(script: ModuleType, cases: Any) -> None:
+    found = list(cases.outcomes({n: {**c, "replicas": 1} for n, c in enumerate(FOUND)}))
+    assert [(o.kind, o.text) for o in found] == [(script.EQUAL, "")] * len(FOUND)
 
 
 @pytest.mark.slow
