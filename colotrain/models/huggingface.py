@@ -105,16 +105,22 @@ def build(
         chunk_loss_(model)
         loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
         model.forward = functools.partial(loss, model.forward)
-    elif task is not None:
-        model.forward = functools.partial(own_loss, model.forward, task)
-    elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
-        model.forward = functools.partial(model.forward, use_cache=False)
+    else:
+        _keep_no_keys(model)
+        if task is not None:
+            model.forward = functools.partial(own_loss, model.forward, task)
     if head is not None or _gives_vectors(plan) or task is MASKED:
         allow_division_inside_(model, config)
     if head is not None:
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)
     return model
+
+
+def _keep_no_keys(model: nn.Module) -> None:
+    """Let forward keep no keys of attention: recomputation would find them in its own forward."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.forward = functools.partial(model.forward, use_cache=False)
 
 
 def task_in(model: nn.Module) -> Task | None:

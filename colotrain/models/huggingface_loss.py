@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -216,6 +217,8 @@ def _loss_of_answer(output: Any, batch: dict[str, Any]) -> Any:
 
 
 def _model_of(forward: Any) -> nn.Module:
+    while isinstance(forward, functools.partial):
+        forward = forward.func
     model: nn.Module = forward.__self__
     return model
 

@@ -68,6 +68,8 @@ class Optimizer:
     """Keys of a matrix's state that every rank has whole; of others it has its rows."""
     averages: bool = False
     """Whether a run is evaluated and exported with a mean of its parameters over all steps."""
+    orthogonalizes: bool = False
+    """Whether it makes the updates of matrices of layers orthogonal, in bfloat16."""
     blocks: Blocks | None = None
     """How the state of large parameters has 8 bits; None where it has the parameter's dtype."""
 
@@ -115,7 +117,9 @@ OPTIMIZERS = {
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
     # The most: embeddings have AdamW's two; matrices have one.
-    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True),
+    "muon": Optimizer(
+        state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True, orthogonalizes=True
+    ),
     "adafactor": Optimizer(state_tensors=0, whole_state=frozenset({"col_var"})),
     "adamw8bit": Optimizer(
         state_tensors=2, num_betas=(2,), counts_steps=True, begins_with_zeros=True, blocks=BLOCKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -19,19 +19,31 @@ Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
 """Name of a parameter → its optimizer, and its learning rate before the schedule."""
 
 
-def add_to_(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
-    """Add an optimizer, with its learning rate, for every newly trained parameter."""
+def add_to_(
+    optimizers: Optimizers, model: nn.Module, plan: RunPlan, own: Mapping[str, torch.dtype]
+) -> None:
+    """Add an optimizer, with its learning rate, for every newly trained parameter.
+
+    `own` are the parameters' dtypes in the run.
+    """
     undecayed = names_without_decay(model)
     for name, parameter in module_tree.named_parameters(model):
         if parameter.requires_grad and name not in optimizers:
-            made = optimizer_of(name, parameter, plan.optim, undecayed)
+            made = optimizer_of(name, parameter, plan.optim, undecayed, own[name])
             optimizers[name] = made, made.param_groups[0]["lr"]
 
 
 def optimizer_of(
-    name: str, parameter: nn.Parameter, plan: OptimPlan, undecayed: Container[str]
+    name: str,
+    parameter: nn.Parameter,
+    plan: OptimPlan,
+    undecayed: Container[str],
+    own: torch.dtype,
 ) -> torch.optim.Optimizer:
-    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule."""
+    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule.
+
+    Adafactor adds the smallest difference that the parameter's dtype in the run, `own`, knows.
+    """
     is_matrix = name not in undecayed
     lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
     for rule in plan.rules:
@@ -43,7 +55,7 @@ def optimizer_of(
     if plan.name == "sgd":
         return torch.optim.SGD([group], momentum=plan.betas[0])
     if plan.name == "adafactor":
-        return torch.optim.Adafactor([group])
+        return torch.optim.Adafactor([group], eps=(torch.finfo(own).eps, 1e-3))
     if plan.name == "lion":
         return PlainLion([group], {"betas": betas})
     if plan.name == "adamw8bit":
