@@ -123,9 +123,8 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_experts(
         ("--ep", "2", "plugin.name=fsdp-hybrid", "plugin.shard_size=1", "--accumulation", "2"),
         ("--ep", "2", "adapter.name=lora", "adapter.targets=['*.mix','*.router']"),
         ("--ep", "2", "freeze.patterns=['blocks.0.experts.*',head.*]", "--accumulation", "2"),
-        ("--ep", "4", "train.precision=bf16", "--accumulation", "4"),
     ],
-    ids=["recomputed, adamw", "replicas", "adapters", "frozen", "bf16"],
+    ids=["recomputed, adamw", "replicas", "adapters", "frozen"],
 )
 def test_every_plugin_equals_one_process_on_four_ranks(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -133,6 +132,18 @@ def test_every_plugin_equals_one_process_on_four_ranks(
     cases = verified(capsys, "--world-sizes", "4", "--freeze", "none", *options)
     assert {case["plugin"] for case in cases} == set(ROWS)
     assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.slow
+def test_in_bf16_divided_experts_are_as_far_from_one_process_as_whole_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rounding changes which experts some tokens have, so that neither passes a verification."""
+    options = ("--plugins", "zero2", "--accumulation", "4", "--freeze", "none")
+    cases = verified(capsys, "--world-sizes", "4", "--ep", "1,4", *options, "train.precision=bf16")
+    whole, divided = cases
+    for key in ("max_abs_loss", "max_abs_gradient", "max_abs_parameter"):
+        assert divided[key] == pytest.approx(whole[key], rel=0.2), key
 
 
 @pytest.mark.parametrize(
