@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ def add_to_(
     `own` are the parameters' dtypes in the run.
     """
     undecayed = names_without_decay(model)
+    every = [*module_tree.named_parameters(model, remove_duplicate=False)]
     for name, parameter in module_tree.named_parameters(model):
         if parameter.requires_grad and name not in optimizers:
-            made = optimizer_of(name, parameter, plan.optim, undecayed, own[name])
+            names = [known_as for known_as, other in every if other is parameter]
+            made = optimizer_of(name, parameter, plan.optim, undecayed, own[name], names)
             optimizers[name] = made, made.param_groups[0]["lr"]
 
 
@@ -39,15 +41,17 @@ def optimizer_of(
     plan: OptimPlan,
     undecayed: Container[str],
     own: torch.dtype,
+    names: Sequence[str],
 ) -> torch.optim.Optimizer:
     """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule.
 
-    Adafactor adds the smallest difference that the parameter's dtype in the run, `own`, knows.
+    A rule may match any of the `names` of a tied parameter. Adafactor adds the smallest difference
+    that the parameter's dtype in the run, `own`, knows.
     """
     is_matrix = name not in undecayed
     lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
     for rule in plan.rules:
-        if fnmatch.fnmatch(name, rule.match):
+        if fnmatch.filter(names, rule.match):
             lr = plan.lr * rule.lr_scale if rule.lr_scale is not None else lr
             decay = rule.weight_decay if rule.weight_decay is not None else decay
     group: dict[str, Any] = {"params": [parameter], "lr": lr, "weight_decay": decay}

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,7 @@ class ShardOptimizer:
         max_steps: int,
         tiers: Tiers | None = None,
         undecayed: Set[str] = frozenset(),
+        aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
         seed: int = 0,
         parts: PartMap | None = None,
         comms: Groups | None = None,
@@ -76,6 +78,8 @@ class ShardOptimizer:
         """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
         """Names of the norms and biases of the model, which have no weight decay."""
+        self.aliases = aliases
+        """Name of a tied parameter → all of its names."""
         self._calls = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, nn.Parameter] = {}
@@ -129,7 +133,8 @@ class ShardOptimizer:
 
     def _settings(self, name: str) -> ParameterSettings:
         ndim = self.parameters[name].ndim
-        return settings_of(name, ndim, self.plan, undecayed=self.undecayed)
+        aliases = self.aliases.get(name, ())
+        return settings_of(name, ndim, self.plan, undecayed=self.undecayed, aliases=aliases)
 
     def group(self) -> dist.ProcessGroup | None:
         """Return the ranks that divide a copy of a stage's parameters; None: this rank alone."""
