@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         "export that checkpoint (`colotrain export`), and name the directory in model.hf",
     ),
     Rule(
-        "train.objective=reward,classify,classify_tokens,embed",
+        "mesh.tp>1 and train.objective=reward,classify,classify_tokens,embed",
         "mesh.sequence_parallel",
         (False,),
         "tokens are divided where the vocabulary of the output is",
@@ -191,7 +191,7 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
     Rule(
-        "mesh.pp>1 and mesh.sequence_parallel=true",
+        "mesh.pp>1 and mesh.tp>1 and mesh.sequence_parallel=true",
         "mesh.pp_schedule",
         ("1f1b",),
         "the first layer divides the tokens, and is not called where another chunk runs",

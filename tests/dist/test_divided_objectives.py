@@ -17,6 +17,7 @@ from colotrain.models.context_parallel import divide_sequences_
 from colotrain.models.huggingface_attention import ENCODERS
 from colotrain.models.loading import build_whole
 from colotrain.models.objective import as_global_batch, attach_, is_of_whole, kept_of
+from colotrain.models.objectives.base import of_whole_samples
 from colotrain.models.objectives.distill import rows_of_teacher
 from colotrain.spec.objectives import (
     DPO,
@@ -120,7 +121,7 @@ def prepare_(model: nn.Module, plan: ModelPlan, batch: dict[str, Tensor]) -> Non
                 parameter.mul_(1.5)
             batch["teacher"] = rows_of_teacher(teacher, batch, plan=plan.objective)
         elif kept is not None:
-            batch[kept.entry] = kept.rows(model, batch) + torch.randn(3, 2)
+            batch[kept.entry] = kept.rows(of_whole_samples(model), batch) + torch.randn(3, 2)
         batch.update(as_global_batch(model, batch))
 
 

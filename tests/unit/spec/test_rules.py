@@ -38,11 +38,12 @@ def test_conditions_are_values_numbers_above_one_and_settings_that_are_given() -
 
 def test_a_setting_without_effect_excludes_nothing() -> None:
     """As in a sweep over mesh.tp: there, nothing is divided by `mesh.sequence_parallel`."""
-    words = ["recipe=llm-tiny", "mesh.sequence_parallel=true", "observe.samples.prompts=[a]"]
-    assert plan_from(words).observe.samples is not None
+    stages = ["mesh.pp=2", "mesh.pp_schedule=interleaved", "model.args.num_layers=4"]
+    words = ["recipe=llm-tiny", "mesh.sequence_parallel=true", "cluster.procs_per_node=4", *stages]
+    assert plan_from(words, here=False).mesh.pp == 2
     with pytest.raises(ConfigError) as caught:
         plan_from([*words, "mesh.tp=2"], here=False)
-    assert "expected [] with mesh.tp=2 and mesh.sequence_parallel=true" in str(caught.value)
+    assert "expected 1f1b with mesh.pp=2 and mesh.tp=2 and mesh.sequence" in str(caught.value)
 
 
 def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
