@@ -41,6 +41,22 @@ def without_sending(output: Tensor, input: Tensor) -> None:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Samples:
+    """The samples of one forward, whose attention may be computed again in backward."""
+
+    length: int = 0
+    """Tokens of each."""
+    documents: Tensor | None = None
+    """Document of each token, int64 [batch, length], where documents do not attend to others."""
+    seen: Tensor | None = None
+    """Bool [batch, length], False for padding that no token attends to; None: there is none."""
+    is_causal: bool = True
+    """Whether a token attends to none behind it."""
+    masks: dict[Any, list[Tensor]] = field(default_factory=dict)
+    """Masks of attention, which all layers share."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class SequenceShard:
     """The part of every sequence that one rank of a context-parallel group holds."""
 
@@ -58,16 +74,8 @@ class SequenceShard:
     """Number of collectives so far."""
     exchanged_bytes: int = 0
     """Bytes of what they gathered and summed: keys and values of whole samples, and gradients."""
-    length: int = 0
-    """Tokens of the present samples."""
-    documents: Tensor | None = None
-    """Document of each token, int64 [batch, length], where documents do not attend to others."""
-    seen: Tensor | None = None
-    """Bool [batch, length], False for padding that no token attends to; None: there is none."""
-    is_causal: bool = True
-    """Whether a token attends to none behind it."""
-    masks: dict[Any, list[Tensor]] = field(default_factory=dict)
-    """Masks of the present samples, which all layers share."""
+    samples: Samples = field(default_factory=Samples)
+    """Those of the present forward: what computes it again puts them back."""
 
     def begin(
         self,
@@ -84,8 +92,11 @@ class SequenceShard:
                 f"mesh.cp={self.size}: samples of {length} tokens cannot be cut into {parts} parts",
                 f"pad samples to a multiple of {parts} tokens, or set mesh.cp=1",
             )
-        self.length, self.documents, self.masks = length, documents, {}
-        self.seen, self.is_causal = seen, is_causal
+        self.samples = Samples(length=length, documents=documents, seen=seen, is_causal=is_causal)
+
+    @property
+    def length(self) -> int:
+        return self.samples.length
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -107,25 +118,27 @@ class SequenceShard:
         `window` a token attends to so many keys, itself included.
         """
         known = window, like.dtype
-        if known not in self.masks:
+        made = self.samples.masks
+        if known not in made:
             masks = [self._attends(start, end, like.device, window) for start, end in self.chunks]
-            self.masks[known] = [additive(mask, like.dtype) for mask in masks]
-        return self.masks[known]
+            made[known] = [additive(mask, like.dtype) for mask in masks]
+        return made[known]
 
     def _attends(self, start: int, end: int, device: torch.device, window: int | None) -> Tensor:
-        last = end if self.is_causal else self.length
+        samples = self.samples
+        last = end if samples.is_causal else samples.length
         keys = torch.arange(last, device=device)
         queries = keys[start:end].unsqueeze(1)
-        attends = (keys <= queries) | (not self.is_causal)
-        if self.seen is not None:
-            attends = attends & self.seen[:, None, None, :last]
+        attends = (keys <= queries) | (not samples.is_causal)
+        if samples.seen is not None:
+            attends = attends & samples.seen[:, None, None, :last]
         if window is not None:
-            assert self.is_causal, "no encoder with a window is known to be divisible"
+            assert samples.is_causal, "no encoder with a window is known to be divisible"
             attends &= keys > queries - window
-        if self.documents is None:
+        if samples.documents is None:
             return attends
-        of_keys = self.documents[:, None, None, :last]
-        return attends & (of_keys == self.documents[:, None, start:end, None])
+        of_keys = samples.documents[:, None, None, :last]
+        return attends & (of_keys == samples.documents[:, None, start:end, None])
 
     def count(self, whole: Tensor) -> None:
         """Count a collective whose larger tensor is `whole`."""
@@ -285,8 +298,9 @@ def _whole(output: Any, shard: SequenceShard) -> Any:
     if isinstance(output, tuple) and len(output) == 2 and _is_number(output[1]):
         return _whole_of_pair(*output, shard)
     if isinstance(output, list | tuple):
-        return type(output)([_whole(value, shard) for value in output])
-    if output is None or isinstance(output, bool | int | float | str):
+        values = [_whole(value, shard) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    if output is None or isinstance(output, bool | str):
         return output
     raise UsageError(
         f"mesh.cp={shard.size}: forward returned a {type(output).__name__}, whose tensors are of a "
@@ -299,12 +313,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _whole_of_pair(loss: Tensor, count: Any, shard: SequenceShard) -> tuple[Tensor, Tensor]:
+def _whole_of_pair(loss: Any, count: Any, shard: SequenceShard) -> tuple[Tensor, Tensor]:
     """The whole of losses, or of their sum, and of how many there are."""
+    loss = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device=shard.device)
     count = torch.as_tensor(count, device=loss.device)
     total = _Sum.apply(count, shard)
-    if loss.ndim != 1 or loss.numel() == 1:
+    if loss.numel() == 1:
         return _Sum.apply(loss, shard), total
+    if loss.ndim != 1:
+        raise UsageError(
+            f"mesh.cp={shard.size}: forward returned a pair with a tensor of shape "
+            f"{tuple(loss.shape)}, which is neither a sum nor the losses of tokens",
+            "return (sum, count), or set mesh.cp=1",
+        )
     rows = loss.view(-1, shard.length // shard.size)
     return _Whole.apply(rows, shard).flatten(), total
 

@@ -94,11 +94,22 @@ def _forward_of_part(
     mask = inputs.pop("attention_mask", None)
     given = {name: value for name, value in inputs.items() if value is not None}
     before, batch = num_calls(model), {"input_ids": input_ids}
+    if "position_ids" in given:
+        batch["position_ids"] = given.pop("position_ids")
     embeddings: Any = getattr(model.base_model, "embeddings", None)
-    if (positions := getattr(embeddings, "create_position_ids_from_input_ids", None)) is not None:
+    positions = getattr(embeddings, "create_position_ids_from_input_ids", None)
+    if positions is not None and "position_ids" not in batch:
         batch["position_ids"] = positions(input_ids, embeddings.padding_idx)
     seen = mask.bool() if mask is not None and _sees_all(model) else None
-    output = forward(**divided(model, batch, seen=seen), **given | {"use_cache": False})
+    own, shard = divided(model, batch, seen=seen), getattr(model, ATTRIBUTE)
+    if "token_type_ids" in given:
+        own["token_type_ids"] = shard.own(given.pop("token_type_ids"))
+    if left := sorted(name for name, value in given.items() if isinstance(value, Tensor)):
+        raise UsageError(
+            f"mesh.cp={shard.size}: {', '.join(left)} cannot be divided among ranks",
+            "leave it out of the samples, or set mesh.cp=1",
+        )
+    output = forward(**own, **given | {"use_cache": False})
     check_calls(model, before)
     return output if model.base_model is not model else (output[0],)  # not what it pools
 

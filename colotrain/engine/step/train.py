@@ -94,7 +94,8 @@ def agree(
     squares, used = gradients.local_statistics(run.gradients, run.device)
     known_here = gradients.to_device(torch.cat((terms, used)), run.device)
     counts = run.counts(whole=is_of_whole(run.sharded.module))
-    own = batches.totals.sums().to(run.device) * counts
+    own = batches.totals.sums().to(run.device)
+    own = own if counts else torch.zeros_like(own)  # not times 0: a sum may be infinite
     sizes = len(own), len(terms), 2 * len(used)
     shared = torch.cat((own, known_here[: sizes[1]], squares, known_here[sizes[1] :]))
     with waiting():
