@@ -115,19 +115,22 @@ def test_a_model_of_transformers_equals_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [("4", ("--cp", "2")), ("2", ("data.isolate=true", CHUNKS[0]))],
-    ids=["divided samples", "documents apart"],
+    [
+        ("4", ("--cp", "2", "data.isolate=true", "train.activation_checkpointing=full")),
+        ("2", ("data.isolate=true", CHUNKS[0])),
+    ],
+    ids=["divided samples, recomputed", "documents apart"],
 )
 def test_stages_of_transformers_layers_attend_as_one_process_does(
     ranks: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
     folder = hf.make_directory("llama", tmp_path / "llama", num_hidden_layers=4, vocab_size=300)
-    lines = [dumps({"text": "ab cd " * (1 + at % 4)}) for at in range(60)]
+    lines = [dumps({"text": "ab cd efgh"[: 2 + at * at % 9]}) for at in range(200)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     data = (f"model.hf={folder}", f"data.path={tmp_path / 'texts.jsonl'}", "data.tokenizer=bytes")
     data += ("data.seq_len=16", "data.packing=whole", "train.micro_batch=1")
-    options = ("--plugins", "zero3", "--accumulation", "2", "--steps", "1", "--json")
+    options = ("--plugins", "zero3", "--accumulation", "4", "--steps", "1", "--json")
     guarded(["verify", *data, "--world-sizes", ranks, "--pp", "2", *more, *options])
     cases = loads(capsys.readouterr().out)["cases"]
     assert cases
