@@ -56,3 +56,13 @@ def test_a_run_goes_on_with_whole_matrices(name: str, colotrain: Colotrain) -> N
         found = losses(colotrain.resume(half, "train.max_steps=5", to, "plugin=zero2"))
         within = 1e-3 if name == "muon" else 1e-5
         assert found[3:] == pytest.approx(whole[3:], abs=0.0 if to == "mesh.tp=2" else within)
+
+
+def test_the_state_of_one_expert_goes_on_with_all(colotrain: Colotrain) -> None:
+    """Sums over the experts of a bias [experts, d] are no expert's, where a rank has one."""
+    words = (*EXPERTS, "optim.name=adafactor", "optim.lr=0.02", "plugin=zero2")
+    words += ("cluster.procs_per_node=4", "train.eval_steps=0", "optim.schedule.name=constant")
+    whole = losses(colotrain.run(*words, "mesh.ep=4", "name=whole", "train.max_steps=3"))
+    colotrain.run(*words, "mesh.ep=4", "name=half", "train.max_steps=2")
+    found = losses(colotrain.resume("half", "train.max_steps=3", "mesh.ep=1"))
+    assert found == pytest.approx(whole, abs=1e-5)

@@ -292,6 +292,18 @@ class ShardOptimizer:
             for name, state in self._states()
         }
 
+    def divides(self, name: str, key: str) -> bool:
+        """Whether ranks with parts of experts or matrices have parts of this state, too."""
+        if self.map is None or self.torch is None:
+            return False
+        dim = self.map[name].divided.get(self.map.axis)
+        value = self.torch.state.get(self.stepped[name], {}).get(key)
+        if dim is None or not isinstance(value, Tensor):
+            return False
+        if self.of_shards:
+            return self.kind.sums.get(key) != dim - value.ndim
+        return isinstance(value, DTensor) and value.placements[-2].is_shard()
+
     def held_state(self) -> dict[str, dict[str, Tensor]]:
         """Return name → this rank's part of the state tensors."""
         if not self.of_shards:
@@ -356,7 +368,7 @@ class ShardOptimizer:
             )
 
     def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
-        is_whole = key in self.kind.whole_state and value.ndim == 2
+        is_whole = self.kind.sums.get(key) == -2 and value.ndim == 2  # of all rows
         has_rows = self.of_shards and not is_whole
         parameter = self.parameters[name]
         if has_rows:

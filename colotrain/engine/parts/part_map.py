@@ -111,17 +111,25 @@ class PartMap(Mapping[str, Part]):
         """Note which parameters are frozen from now on, and the pattern of each."""
         self._parts = {n: replace(part, frozen=reasons.get(n)) for n, part in self.items()}
 
-    def part_of(self, name: str, shape: Sequence[int], parameter: str, *, is_sharded: bool) -> Part:
+    def part_of(
+        self,
+        name: str,
+        shape: Sequence[int],
+        parameter: str,
+        *,
+        is_sharded: bool,
+        is_divided: bool | None = None,
+    ) -> Part:
         """Return which part of a whole tensor this rank has.
 
         The tensor is `parameter`, or state of it. Without its division along `axis` it has `shape`,
         and its rows are divided if `is_sharded`. What belongs to no parameter is on all stages.
+        `is_divided`: whether it has the dimension that `axis` divides; None: as its rows are.
         """
-        split = self.splits.get(parameter)
-        if split is not None and not self._divides(split, shape):
-            split = None
-        if not is_sharded and name != parameter and len(shape) < 2:  # a count, or bytes of any data
-            split = None
+        if is_divided is None:
+            is_divided = is_sharded or name == parameter
+        split = self.splits.get(parameter) if is_divided else None
+        split = split if split is not None and split.dim < len(shape) else None
         divided: dict[Axis, int] = {} if split is None else {self.axis: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
         stage, stages = self.ranks.coords(self.rank)[PP], self.holders.get(parameter, (0,))
@@ -143,11 +151,6 @@ class PartMap(Mapping[str, Part]):
             counts=stages[0] == stage and position == 0 and has_any,
             writes=stages[0] == stage and position == turn and (has_any or not is_sharded),
         )
-
-    @staticmethod
-    def _divides(split: Split, shape: Sequence[int]) -> bool:
-        """Whether what divides a parameter divides its state: moments of rows have 1 column."""
-        return split.dim < len(shape) and shape[split.dim] == split.size
 
     def slices_on(self, name: str, rank: int) -> tuple[slice, ...]:
         """Return where a parameter's numbers on a rank of this one's stage stand in the whole."""
