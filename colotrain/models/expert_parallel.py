@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colotrain import module_tree
-from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.errors import ConfigError, Problem, UsageError, suggest
 from colotrain.models.quantized.experts import expert_stacks
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ModelPlan
+from colotrain.torch_internals import hooks_of
 
 EXPERTS = "experts"
 """Style of modules whose parameters are [experts, …], in `Divisions`."""
 LISTS = ("experts", "expert")
 """Names of lists of modules, of which each is an expert."""
 Rows = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,6 +84,9 @@ def expert_divisions(model: nn.Module, plan: ModelPlan) -> Divisions:
     if not found:
         return Divisions(against="it has no experts in one parameter [experts, …]")
     dims = {f"{name}.{key}": 0 for name in found for key in _shapes(modules[name])}
+    for name in dims:
+        if hooks_of(model.get_parameter(name)):
+            return Divisions(against=f"a hook of {name} would get a part of its gradient")
     counts = {shape[0] for name in found for shape in _shapes(modules[name]).values()}
     sizes = {"num_experts" if len(counts) == 1 else f"num_experts ({n})": n for n in counts}
     return Divisions(dims=dims, sizes=sizes, styles=dict.fromkeys(found, EXPERTS))
@@ -109,8 +114,9 @@ def _not_experts(module: nn.Module) -> str:
     """Why not all of a module's parameters are those of as many experts; "" if they are."""
     if any(True for child in module.children() for _ in module_tree.parameters(child)):
         return "has modules with parameters inside"
-    names = list(inspect.signature(module.forward).parameters)
-    if len(names) < 3:
+    given = inspect.signature(module.forward).parameters
+    names = list(given)
+    if len(names) < 3 or any(given[name].kind not in BY_PLACE for name in names[:3]):
         return f"takes ({', '.join(names)}), not tokens, indices of experts and gates"
     shapes = _shapes(module)
     if not shapes or any(not shape for shape in shapes.values()):
@@ -136,23 +142,55 @@ def share_tokens_(model: nn.Module, divisions: Divisions, shard: ExpertShard) ->
         num_local = next(iter(_shapes(module).values()))[0]
         if hasattr(module, "num_experts"):
             module.num_experts = num_local
-        module.forward = functools.partial(_exchanged, module, module.forward, num_local, shard)
+        inputs = functools.partial(_inputs, name, inspect.signature(module.forward))
+        module.forward = functools.partial(
+            _exchanged, module, module.forward, inputs, num_local, shard
+        )
+
+
+def _inputs(
+    name: str, signature: inspect.Signature, /, *given: Any, **named: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, indices of experts and gates, in the order of the signature.
+
+    Raises `UsageError` where a call of the module `name` gives something else.
+    """
+    try:
+        bound = signature.bind(*given, **named).arguments
+    except TypeError as error:
+        raise _called_otherwise(name, str(error)) from None
+    found = tuple(bound.values())
+    if len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
+        raise _called_otherwise(name, f"it gets ({', '.join(bound)})")
+    tokens, index, gates = found
+    is_integral = not (index.is_floating_point() or index.is_complex())
+    is_shaped = 0 < index.ndim == tokens.ndim and index.shape[:-1] == tokens.shape[:-1]
+    if not is_integral or index.dtype is torch.bool or not is_shaped or index.shape != gates.shape:
+        shown = (f"{key} {list(t.shape)} of {t.dtype}" for key, t in bound.items())
+        raise _called_otherwise(name, f"it gets {', '.join(shown)}")
+    return tokens, index, gates
+
+
+def _called_otherwise(name: str, found: str) -> UsageError:
+    expected = "tokens [..., d], integers [..., k] that are indices of experts, and gates [..., k]"
+    return UsageError(
+        f"mesh.ep: {name} cannot exchange tokens: {found}, not {expected}, in this order",
+        "change its forward, or set mesh.ep=1",
+    )
 
 
 def _exchanged(
     module: nn.Module,
     forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: Callable[..., tuple[Tensor, Tensor, Tensor]],
     num_local: int,
     shard: ExpertShard,
-    hidden_states: Tensor,
-    *chosen: Tensor,
-    **named: Tensor,
+    /,
+    *given: Any,
+    **named: Any,
 ) -> Tensor:
-    """Return the summed outputs of all experts for `hidden_states` [..., d].
-
-    The other inputs are, in this order, indices of experts and gates [..., experts of a token].
-    """
-    index, gates = (*chosen, *named.values())
+    """Return the summed outputs of all experts for the tokens among the inputs [..., d]."""
+    hidden_states, index, gates = inputs(*given, **named)
     index, gates = index.reshape(-1, index.shape[-1]), gates.reshape(-1, gates.shape[-1])
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     if shard.all_to_all is None:

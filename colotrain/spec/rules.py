@@ -176,6 +176,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
     *rules("data.images", {**NO_AXES, "mesh.pp": 1}, "ranks divide no images"),
+    Rule("data.images", "mesh.ep", (1,), "ranks wait for those whose images meet no experts"),
     Rule("adapter.name=dora", "adapter.parameters", ([],), "PEFT's DoRA is of linear layers"),
     Rule(
         "adapter.parameters",

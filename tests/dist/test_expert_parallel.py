@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from json import loads
 from pathlib import Path
@@ -12,19 +13,27 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from colotrain.cli.main import guarded
-from colotrain.engine.sharding.expert_parallel import all_to_all
+from colotrain.engine.comms.groups import Groups
+from colotrain.engine.gradients.accumulation import StepTotals, accumulate
+from colotrain.engine.gradients.gradients import watch
+from colotrain.engine.sharding.expert_parallel import all_to_all, divide_experts_among_ranks_
+from colotrain.engine.sharding.sharded_model import materialise_, shard_
 from colotrain.models.expert_parallel import ExpertShard, expert_divisions, share_tokens_
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
-from colotrain.spec.plan import ModelPlan
+from colotrain.spec.axes import EP
+from colotrain.spec.plan import ModelPlan, RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.torch_internals import hooks_of
 from colotrain.verify import runner
 from tests.dist import plain
-from tests.dist.own_experts import CHOSEN, EXPERTS, WIDTH, Experts
+from tests.dist.own_experts import CHOSEN, EXPERTS, WIDTH, Experts, OwnExperts, samples
 from tests.dist.test_changed_axes import assert_equal_states
 from tests.dist.test_run import losses
-from tests.dist.test_transport import run
+from tests.dist.test_transport import plan_of, run
 from tests.families import FAMILIES
 from tests.representatives import representatives
 from tests.running import Colotrain
@@ -79,7 +88,7 @@ def compare_with_all_tokens(rank: int, chosen: str) -> None:
     share_tokens_(model, divisions, shard)
     shard.all_to_all = partial(all_to_all, group=dist.group.WORLD)
     own = [each[rank].detach().clone().requires_grad_() for each in (tokens, gates)]
-    found = model["experts"](own[0], index[rank], own[1])
+    found = model["experts"](own[0], gates=own[1], index=index[rank])
     assert torch.allclose(found, outputs[rank], rtol=0, atol=1e-12)
     (found * weights[rank]).sum().backward()
     for mine, wanted in zip(own, (tokens, gates), strict=True):
@@ -188,6 +197,47 @@ def test_mixtures_of_transformers_train_as_plain_transformers(
     assert plain.export_difference(family, folder, run_of, to, step=plain.STEPS) <= 1e-5
 
 
+class Hooked(OwnExperts):
+    """Hooks that are no linear functions of a gradient, of a matrix and of a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        for parameter in (self.head.weight, self.scale):
+            parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x * self.scale, labels)
+
+
+def test_a_hook_sees_what_it_sees_under_ddp() -> None:
+    run(clamp_as_under_ddp, 2, plan_of("zero2", 2, "mesh.ep=2", "~model.args", *OWN))
+
+
+def clamp_as_under_ddp(rank: int, plan: RunPlan) -> None:
+    torch.manual_seed(7)
+    model = Hooked()
+    replica = DistributedDataParallel(deepcopy(model))
+    for (name, own), there in zip(model.named_parameters(), replica.parameters(), strict=True):
+        if name in ("head.weight", "scale"):
+            for hook in hooks_of(own).values():
+                there.register_hook(hook)
+    batch = {k: torch.stack([sample[k] for sample in samples()[rank::2][:4]]) for k in samples()[0]}
+    loss, count = replica(**batch)
+    (loss / count).backward()
+    comms = Groups(plan.ranks, "cpu")
+    tensor = divide_experts_among_ranks_(model, plan, comms)
+    sharded = shard_(model, plan, comms, [], tensor=tensor)
+    tensor.connect_(comms[EP], "cpu")
+    materialise_(sharded, device="cpu", seed=0)
+    accumulate(watch(sharded), [batch], num=1, totals=StepTotals(nominal=2.0 * count.item()))
+    for name, own in sharded.module.named_parameters():
+        if name not in tensor.splits:
+            found = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
+            wanted = replica.module.get_parameter(name).grad
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7, msg=name)
+
+
 def test_a_run_goes_on_with_and_without_divided_experts(colotrain: Colotrain) -> None:
     options = (
         *(*OWN[:2], *OWN[3:], "cluster.procs_per_node=2", "train.eval_steps=0"),
@@ -212,7 +262,7 @@ def test_a_run_goes_on_with_and_without_divided_experts(colotrain: Colotrain) ->
 
 LIST = """
 from torch import nn
-from tests.dist.own_experts import OwnExperts
+from tests.dist.own_experts import Experts, OwnExperts
 
 class Stacks(nn.Module):
     def __init__(self):
@@ -221,6 +271,42 @@ class Stacks(nn.Module):
         self.up = nn.Parameter(OwnExperts().blocks[0].experts.up.detach())
     def forward(self, hidden):
         return hidden
+
+class Reordered(Experts):
+    def forward(self, tokens, gates, index):
+        return super().forward(tokens, index, gates)
+
+class Dense(Experts):
+    def forward(self, tokens, index, gates):
+        return super().forward(tokens, index, gates.gather(1, index))
+
+def called(experts, order):
+    model = OwnExperts()
+    block = model.blocks[0]
+    block.experts = experts()
+    def forward(x):
+        normed = block.norm(x)
+        chances = block.router(normed).softmax(-1)
+        gates, index = chances.topk(2)
+        given = {"tokens": normed, "index": index, "gates": gates, "all": chances}
+        out = block.experts(*(given[key].flatten(0, 1) for key in order))
+        return x + out.view(x.shape), chances.mean(1).square().sum(-1)
+    block.forward = forward
+    return model
+
+def reordered():
+    return called(Reordered, ("tokens", "gates", "index"))
+
+def dense():
+    return called(Dense, ("tokens", "index", "all"))
+
+def without_gates():
+    return called(Experts, ("tokens", "index"))
+
+def hooked():
+    model = OwnExperts()
+    model.blocks[1].experts.up.register_hook(lambda grad: grad.clamp(-1, 1))
+    return model
 
 def in_list():
     model = OwnExperts()
@@ -241,6 +327,13 @@ def test_what_cannot_be_divided_is_refused_by_name(colotrain: Colotrain) -> None
         (own, "mesh.ep=2"): "no experts in one parameter",
         ("model.target=of_lists:in_list", "mesh.ep=2"): "blocks.1.experts is a list of modules",
         ("model.target=of_lists:unknown", "mesh.ep=2"): "blocks.1.experts takes (hidden)",
+        ("model.target=of_lists:hooked", OWN[2], "mesh.ep=2"): "a hook of blocks.1.experts.up",
+        ("model.target=of_lists:reordered", OWN[2], "mesh.ep=2"): (
+            "mesh.ep: blocks.0.experts cannot exchange tokens: it gets tokens [12, 16] of "
+            "torch.float32, gates [12, 2] of torch.float32, index [12, 2] of torch.int64, not"
+        ),
+        ("model.target=of_lists:dense", OWN[2], "mesh.ep=2"): "gates [12, 4] of torch.float32",
+        ("model.target=of_lists:without_gates", OWN[2], "mesh.ep=2"): "argument: 'gates', not",
         (own, OWN[2], "mesh.ep=3"): "a divisor of num_experts=4",
         (own, OWN[2], "mesh.ep=5"): "a divisor of cluster.procs_per_node=12",
         (own, "mesh.ep=2", "mesh.ep_plan=['blocks.*.expert']"): "the names of modules of experts",
