@@ -226,6 +226,7 @@ class PlanningContext(Examined):
         return replace(
             layout,
             owners=ranks.size(*COPY),
+            expert_ranks=mesh.ep,
             stages=mesh.pp,
             stage=self.stage.number,
             activation_bytes=sequence.activation_numel * itemsize // parts,

@@ -36,6 +36,8 @@ class Layout:
     replicas: int = 1
     owners: int = 1
     """Ranks that divide each matrix, into shards and parts of its inputs or outputs."""
+    expert_ranks: int = 1
+    """Ranks that divide experts, and sum the gradients of all other parameters once a step."""
     accumulation_steps: int = 1
     micro_batch: int = 1
     precision: str = "fp32"

@@ -245,8 +245,8 @@ def timed_hardware(
             link_bytes_per_s=described.link_gb_per_s * 1e9,
             node_bytes_per_s=described.node_gb_per_s * 1e9,
         )
-        procs, tp = scale.procs_per_node, scale.mesh.tp
-        return lambda layout: from_sheet(sheet, layout, procs_per_node=procs, tp=tp)
+        procs, parts = scale.procs_per_node, scale.mesh.parts
+        return lambda layout: from_sheet(sheet, layout, procs_per_node=procs, parts=parts)
     if scale.device != "cpu":
         return None
     ranks, precision = scale.procs_per_node, train.precision

@@ -33,7 +33,7 @@ class ParameterInfo:
     is_cast: bool = True
     """Whether it is gathered in the compute dtype; whole numbers, as of packed blocks, are not."""
     divided_shape: tuple[int, ...] | None = None
-    """Shape of the whole parameter where tensor-parallel ranks divide it; `shape` is a part's."""
+    """Shape of the whole parameter where ranks divide matrices or experts; `shape` is a part's."""
     num_weights: int | None = None
     """Numbers of the model that it stands for, where it is packed; None: its own."""
 

@@ -20,8 +20,10 @@ from colotrain.cli.main import guarded
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.gradients.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import watch
+from colotrain.engine.sharding import tensor_parallel
 from colotrain.engine.sharding.expert_parallel import all_to_all, divide_experts_among_ranks_
 from colotrain.engine.sharding.sharded_model import materialise_, shard_
+from colotrain.engine.sharding.tensor_parallel import TensorGroup
 from colotrain.models.expert_parallel import ExpertShard, expert_divisions, share_tokens_
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.spec.axes import EP
@@ -107,6 +109,43 @@ def written_out(experts: Any, tokens: Tensor, index: Tensor, gates: Tensor) -> T
         ]
         rows.append(torch.stack(each).sum(0))
     return torch.stack(rows)
+
+
+SUMMED = [(7, 3), (), (0, 4), (100,), (2, 2, 2), (33,), (1,)]
+LARGEST = 12
+"""Numbers of a bucket in float32; gradients of 100 and 33 are larger, also in bfloat16."""
+
+
+def test_gradients_are_summed_in_buckets_with_the_bits_of_their_sums() -> None:
+    run(compare_sums, 3)
+
+
+def compare_sums(rank: int) -> None:
+    """Against the gradients of all ranks, added in their order number by number."""
+    dtypes = [*(torch.float32, torch.bfloat16) * 4][: len(SUMMED)]
+    draw, sizes = torch.Generator().manual_seed(torch.initial_seed() % 1000), list[int]()
+    of_ranks = [
+        [torch.randn(s, generator=draw).to(d) for s, d in zip(SUMMED, dtypes, strict=True)]
+        for _ in range(3)
+    ]
+    group = TensorGroup(shard=TensorShard(rank=rank, size=3))
+    group.connect_(dist.group.WORLD, "cpu")
+    sums = group.shard.reduce_scatter
+
+    def noted(own: Tensor, parts: Tensor) -> None:
+        sizes.append(parts.nbytes)
+        sums(own, parts)
+
+    group.shard.reduce_scatter = noted
+    tensor_parallel.SUM_BYTES = 4 * LARGEST
+    found = [gradient.clone() for gradient in of_ranks[rank]]
+    found[0] = found[0].t().contiguous().t()
+    group.sum_(found, "cpu")
+    for gradient, *each in zip(found, *of_ranks, strict=True):
+        assert torch.equal(gradient, each[0] + each[1] + each[2])
+    num_bytes = [sum(g.nbytes for g in found if g.dtype == d) for d in (*dict.fromkeys(dtypes),)]
+    assert len(sizes) == sum(-(-num // (4 * LARGEST)) for num in num_bytes)
+    assert max(sizes) == 4 * LARGEST
 
 
 def test_every_plugin_equals_one_process_when_two_ranks_divide_experts(

@@ -122,7 +122,6 @@ EXCEPTIONS = {
     "planner/context.py": "a part of the bytes of activations",
     "planner/plugin.py": "whether a setting is a divisor",
     "planner/model.py": "whether a vocabulary can be divided",
-    "planner/hardware.py": "a part of the bandwidth of a node",
     "planner/offload.py": "bytes of all parts of a parameter",
 }
 """Module → why it computes with the size of an axis."""
