@@ -28,7 +28,7 @@ from colotrain.errors import ConfigError, Problem, UsageError, suggest
 from colotrain.models.quantized.experts import expert_stacks
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ModelPlan
-from colotrain.torch_internals import hooks_of
+from colotrain.torch_internals import has_hooks
 
 EXPERTS = "experts"
 """Style of modules whose parameters are [experts, …], in `Divisions`."""
@@ -85,7 +85,7 @@ def expert_divisions(model: nn.Module, plan: ModelPlan) -> Divisions:
         return Divisions(against="it has no experts in one parameter [experts, …]")
     dims = {f"{name}.{key}": 0 for name in found for key in _shapes(modules[name])}
     for name in dims:
-        if hooks_of(model.get_parameter(name)):
+        if has_hooks(model.get_parameter(name)):
             return Divisions(against=f"a hook of {name} would get a part of its gradient")
     counts = {shape[0] for name in found for shape in _shapes(modules[name]).values()}
     sizes = {"num_experts" if len(counts) == 1 else f"num_experts ({n})": n for n in counts}

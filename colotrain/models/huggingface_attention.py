@@ -111,7 +111,8 @@ def _forward_of_part(
         )
     output = forward(**own, **given | {"use_cache": False})
     check_calls(model, before)
-    return output if model.base_model is not model else (output[0],)  # not what it pools
+    is_backbone = model.base_model is model and not isinstance(output, Tensor)  # of a stage
+    return (output[0],) if is_backbone else output  # not what it pools
 
 
 def _sees_all(model: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
+from colotrain.engine.gradients.nonfinite import tensors_in
 from colotrain.engine.model.block_calls import WITHOUT_VALUES, without_storage
 from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.errors import message_of
@@ -185,7 +186,7 @@ class _Trial(TorchFunctionMode):
             output = forward_of(self.model, batch)  # of which the last stage makes the loss
         if len(self.called) != len(self.names):
             raise NoSequence(f"{self.names[len(self.called)]} is not called")
-        origin = self.one_stage.origin_of(dict(output) if isinstance(output, Mapping) else output)
+        origin = self.one_stage.origin_of([*tensors_in(output)])
         if origin is not None:
             raise NoSequence(f"what {origin} gives reaches the loss beside the blocks")
         self._refuse_divided_modules()

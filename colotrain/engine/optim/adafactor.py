@@ -65,8 +65,9 @@ class Adafactor(OverShards):
         if grad.ndim < 2:
             return grad.new_zeros(0), ()
         axes, whole = self._across(parameter, -1), self.layout.whole_shape(parameter)[-1]
-        squares = grad.square()
-        return squares.sum(-1, True) / whole if axes else squares.mean(-1, True), axes
+        if not axes:
+            return grad.square().mean(-1, True), axes
+        return grad.double().square().sum(-1, True) / whole, axes
 
     def _moments(
         self, parameter: nn.Parameter, grad: Tensor, state: dict[str, Any], row: Tensor
@@ -76,7 +77,7 @@ class Adafactor(OverShards):
         if grad.ndim < 2:
             state["variance"].lerp_(grad.square(), self._weight(state))
             return [norm]
-        state["row_var"].lerp_(row, self._weight(state))
+        state["row_var"].lerp_(row.to(grad.dtype), self._weight(state))
         columns = grad.double().square().sum(-2).flatten()
         rows = state["row_var"].double().sum(-2).flatten()
         across = self._across(parameter, -2)
