@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -175,8 +175,10 @@ def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: 
         batch["use_cache"] = False
     if task is MASKED and getattr(model, ATTRIBUTE, None) is not None:
         return _loss_of_part(model, forward, **batch)
+    on_meta = any(tensor.is_meta for tensor in batch.values() if isinstance(tensor, Tensor))
     try:
-        output = forward(**batch)
+        with without_packed_sequence_search() if on_meta else nullcontext():
+            output = forward(**batch)
     except ValueError as error:
         if "padding token" not in str(error):
             raise

@@ -93,7 +93,7 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
 
 
 def _check_optimizer_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
-    names = [parameter.name for parameter in survey.parameters]
+    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
     for index, rule in enumerate(optim.rules):
         if not matches(names, [rule.match]):
             key, expected = f"optim.rules[{index}].match", "a glob that matches a parameter's name"

@@ -98,7 +98,8 @@ def locate(
     All ranks must call, and all get the same result; None where the second pass was clean (a
     transient fault). `ids` are this rank's samples by micro-batch; `step` counts from 1.
     """
-    watch, seen = NonfiniteHooks(state), []
+    watch = NonfiniteHooks(state)
+    seen: list[dict[str, list[int]]] = []
 
     def noted() -> Iterator[Batch]:
         for batch in batches:

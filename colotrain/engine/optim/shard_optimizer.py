@@ -292,16 +292,18 @@ class ShardOptimizer:
             for name, state in self._states()
         }
 
-    def divides(self, name: str, key: str) -> bool:
-        """Whether ranks with parts of experts or matrices have parts of this state, too."""
-        if self.map is None or self.torch is None:
-            return False
-        dim = self.map[name].divided.get(self.map.axis)
-        value = self.torch.state.get(self.stepped[name], {}).get(key)
-        if dim is None or not isinstance(value, Tensor):
+    def divides(self, name: str, key: str, *, ndim: int) -> bool:
+        """Whether ranks with parts of experts or matrices have parts of this state, too.
+
+        The parameter may be one that no longer trains.
+        """
+        dim = None if self.map is None else self.map[name].divided.get(self.map.axis)
+        if dim is None or self.torch is None:
             return False
         if self.of_shards:
-            return self.kind.sums.get(key) != dim - value.ndim
+            return self.kind.sums.get(key) != dim - ndim
+        stepped = self.stepped.get(name)
+        value = None if stepped is None else self.torch.state.get(stepped, {}).get(key)
         return isinstance(value, DTensor) and value.placements[-2].is_shard()
 
     def held_state(self) -> dict[str, dict[str, Tensor]]:

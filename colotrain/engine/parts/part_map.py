@@ -168,7 +168,8 @@ class PartMap(Mapping[str, Part]):
             first, length = rows_of(shape[0], coords[DP_SHARD], self.ranks.size(DP_SHARD))
             slices[0] = slice(first, first + length)
         if split is not None:  # which is even: a rank's part begins after those before it
-            own, begin = slices[split.dim], coords[self.axis] * split.size
+            begin = split.start if rank == self.rank else coords[self.axis] * split.size
+            own = slices[split.dim]
             slices[split.dim] = slice(begin + own.start, begin + own.stop)
         return tuple(slices)
 

@@ -62,7 +62,8 @@ def parts_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     def part_of(name: str, tensor: Tensor) -> Part:
         parameter, is_divided = parameter_in(name), None
         if name.startswith(OPTIM):
-            is_divided = run.optimizer.divides(parameter, name.rpartition(".")[2])
+            key = name.rpartition(".")[2]
+            is_divided = run.optimizer.divides(parameter, key, ndim=tensor.ndim)
         part = run.sharded.parts.part_of(
             name,
             tensor.shape,
