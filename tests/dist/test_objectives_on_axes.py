@@ -25,7 +25,7 @@ from colotrain.verify import runner
 from tests.dist.hf import make_directory
 from tests.dist.test_transport import run
 from tests.embedders import make_embedder
-from tests.representatives import half_of_the_day
+from tests.representatives import half_of_the_day, of_each_day
 from tests.running import Colotrain, losses
 
 pytest.importorskip("transformers")
