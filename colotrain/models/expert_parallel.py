@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, UsageError, suggest
 from colotrain.models.quantized.experts import expert_stacks
+from colotrain.spec.axes import EP
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import has_hooks
@@ -77,19 +78,19 @@ def expert_divisions(model: nn.Module, plan: ModelPlan) -> Divisions:
             is_list = isinstance(module, nn.ModuleList) and len(module) > 1
             if is_list and name.rpartition(".")[2] in LISTS:
                 against = f"{name} is a list of modules, which compute one after the other"
-                return Divisions(against=against)
+                return Divisions(axis=EP, against=against)
         for name in found:
             if why := _unknown(modules[name]):
-                return Divisions(against=f"{name} {why}")
+                return Divisions(axis=EP, against=f"{name} {why}")
     if not found:
-        return Divisions(against="it has no experts in one parameter [experts, …]")
+        return Divisions(axis=EP, against="it has no experts in one parameter [experts, …]")
     dims = {f"{name}.{key}": 0 for name in found for key in _shapes(modules[name])}
     for name in dims:
         if has_hooks(model.get_parameter(name)):
-            return Divisions(against=f"a hook of {name} would get a part of its gradient")
+            return Divisions(axis=EP, against=f"a hook of {name} would get a part of its gradient")
     counts = {shape[0] for name in found for shape in _shapes(modules[name]).values()}
     sizes = {"num_experts" if len(counts) == 1 else f"num_experts ({n})": n for n in counts}
-    return Divisions(dims=dims, sizes=sizes, styles=dict.fromkeys(found, EXPERTS))
+    return Divisions(axis=EP, dims=dims, sizes=sizes, styles=dict.fromkeys(found, EXPERTS))
 
 
 def _problems_of(globs: Sequence[str], modules: dict[str, nn.Module]) -> Iterator[Problem]:

@@ -34,6 +34,7 @@ from colotrain.models.loss import (
     is_by_token,
     shape_,
 )
+from colotrain.spec.axes import TP
 from colotrain.spec.divisions import Divisions, Split
 from colotrain.spec.objectives import IGNORE_INDEX
 
@@ -115,7 +116,7 @@ def divide_parameters_(
     found: dict[str, Split] = {}
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in module_tree.named_modules(model):
-        if hasattr(module, ATTRIBUTE):
+        if divisions.axis is TP and hasattr(module, ATTRIBUTE):
             setattr(module, ATTRIBUTE, shard)
         for key, parameter in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key

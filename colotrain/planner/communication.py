@@ -121,7 +121,7 @@ def _sums_of_dense(layout: Layout, survey: Survey) -> tuple[int, float]:
     """
     by_dtype: Counter[str] = Counter()
     for p in survey.parameters:
-        if p.frozen_by is None and p.divided_shape is None:
+        if p.frozen_by is None and survey.experts.dim_of(p.name) is None:
             by_dtype[p.dtype] += shard_numel(p, layout.shard) * p.itemsize
     buckets = sum(math.ceil(num_bytes / SUM_BYTES) for num_bytes in by_dtype.values())
     return 2 * (1 + buckets), 2.0 * by_dtype.total()

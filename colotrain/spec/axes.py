@@ -44,10 +44,10 @@ SAMPLES = (PP, CP, TP)
 class Ranks:
     """The sizes of the axes, and from them what each rank has, and with whom it shares it.
 
-    The ranks of a stage follow one another, and so do those of a tensor-parallel group. The ranks
-    (or tensor-parallel groups) of a stage are divided twice: into replicas of shards, by what they
-    hold, and into readers of `cp` neighbours each, by what they compute. Neighbours that divide
-    experts are readers of their own.
+    The ranks of a stage follow one another, and so do those of a tensor-parallel group. Groups that
+    divide experts, of neighbours again, are divided twice: into replicas of shards, by what they
+    hold, and into `cp` neighbours each, by what they compute. Ranks that divide experts have the
+    same tokens of different samples.
     """
 
     sizes: Mapping[Axis, int]
@@ -126,7 +126,8 @@ class Ranks:
 
     def reader(self, rank: int) -> int:
         """Return the number, among all readers, of the one whose samples a rank works on."""
-        return self.index(rank, *STAGE) // self.size(CP, TP)
+        in_turn = self.index(rank, DP_REPLICATE, DP_SHARD) // self.size(CP)
+        return in_turn * self.size(EP) + self.index(rank, EP)
 
     def on_one_node(self, axis: Axis, *, procs_per_node: int) -> bool:
         """Whether the ranks that differ in this axis, and those between them, are on one node."""
@@ -198,20 +199,22 @@ class MeshPlan(CommonMesh):
         """Ranks that have parts of one copy of the model, before the plugin shards it."""
         return self.pp * self.parts
 
+    @property
+    def near(self) -> int:
+        """Ranks that exchange inside every layer, and so are on one node."""
+        return self.cp * self.parts
+
     def readers(self, world: int) -> int:
-        """Return the groups of such ranks among `world` ranks; 0 if they are not whole."""
-        return 0 if world % math.lcm(self.together, self.copy_ranks) else world // self.together
+        """Return the groups that work on the same samples; 0 if `world` ranks leave a remainder."""
+        return 0 if world % (self.pp * self.near) else world // self.together
 
     def unit(self, nodes: int) -> int:
         """What the number of ranks of each of `nodes` nodes must be a multiple of.
 
-        Ranks that exchange inside every layer are on one node; stages may be on several.
+        Stages may be on several nodes.
         """
-        return math.lcm(
-            self.cp * self.tp,
-            self.parts,
-            self.together // math.gcd(self.together, nodes),
-        )
+        whole = self.pp * self.near
+        return math.lcm(self.near, whole // math.gcd(whole, nodes))
 
     @property
     def above_one(self) -> dict[str, int]:

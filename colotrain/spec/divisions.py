@@ -1,4 +1,4 @@
-"""How the matrices of a model can be divided among the ranks of a tensor-parallel group."""
+"""How the matrices of a model, or its experts, can be divided among the ranks of a group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from colotrain.errors import ColotrainError
+from colotrain.spec.axes import TP, Axis
 
 VOCABULARY = "vocabulary"
 """Style of an embedding and of a head with its loss, which have a part of the vocabulary's rows."""
@@ -25,6 +26,8 @@ class Split:
     size: int
     whole: int
     """Size of the dimension in the whole parameter."""
+    axis: Axis = TP
+    """The axis of the mesh in which the ranks of the group differ."""
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole parameter; `part` is the shape of any of its parts."""
@@ -35,6 +38,8 @@ class Split:
 class Divisions:
     """The parameters of a model that are divided, and the numbers of ranks that can do so."""
 
+    axis: Axis = TP
+    """The axis of the mesh in which ranks with different parts differ."""
     dims: Mapping[str, int | None] = field(default_factory=dict)
     """Glob on parameter names → dimension that is divided; None: not divided, as all others are.
 
@@ -84,7 +89,8 @@ class Divisions:
             module = name.rpartition(".")[0]
             if any(s == VOCABULARY and fnmatchcase(module, g) for g, s in self.styles.items()):
                 return None
-            problem = f"mesh.tp={ranks}: {name} has a size of {shape[dim]}, not divided by {ranks}"
-            raise ColotrainError(problem, "choose a mesh.tp that divides it")
+            key, size = f"mesh.{self.axis}", shape[dim]
+            problem = f"{key}={ranks}: {name} has a size of {size}, not divided by {ranks}"
+            raise ColotrainError(problem, f"choose a {key} that divides it")
         size = shape[dim] // ranks
-        return Split(dim=dim, start=rank * size, size=size, whole=shape[dim])
+        return Split(dim=dim, start=rank * size, size=size, whole=shape[dim], axis=self.axis)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from colotrain.spec.axes import MeshPlan
+from colotrain.spec.axes import EP, MeshPlan
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import IGNORE_INDEX
 
@@ -86,7 +86,7 @@ class Survey:
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
     divisions: Divisions | None = None
     """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
-    experts: Divisions = field(default_factory=Divisions)
+    experts: Divisions = field(default_factory=lambda: Divisions(axis=EP))
     """How ranks can divide its experts (`mesh.ep`)."""
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""

@@ -11,12 +11,14 @@ from colotrain.spec.plugins import ROWS
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.runner import verify
 from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.test_expert_parallel import OF_MATRICES
 from tests.dist.test_expert_parallel import OWN as EXPERTS
 from tests.dist.test_run import losses
 from tests.representatives import of_each_day, representatives
 
 NAMES = ("muon", "adafactor", "torch.optim:NAdam", "tests.dist.own_optimizers:TrustRatio")
 STEPS = ("optim.lr=0.02", "optim.schedule.name=constant", "mesh.tp=2")
+MATRICES = OF_MATRICES[-1]
 EXACT, LOOSE = (
     Tolerance(parameter=1e-5),
     Tolerance(loss=1e-4, gradient=1e-3, parameter=2e-3),
@@ -45,6 +47,20 @@ def test_parts_of_experts_are_updated_as_whole_ones(name: str, tmp_path: Path) -
     assert result.passed, result.difference
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_experts_and_of_matrices_are_updated_as_whole_ones(
+    name: str, tmp_path: Path
+) -> None:
+    """Sums over ranks with parts of one are no sums over those with parts of the other."""
+    more = ("plugin=zero3", "cluster.procs_per_node=8", "checkpoint.every=0", "mesh.ep=2")
+    words = (*EXPERTS[:-1], MATRICES, *STEPS, *more, "train.max_steps=3", f"optim.name={name}")
+    (result,) = verify(
+        [plan_from([*words])], tmp_path, tolerance=LOOSE if name == "muon" else EXACT
+    )
+    assert result.passed, result.difference
+
+
 @pytest.mark.parametrize("name", representatives(NAMES[:3], kept=["adafactor"]))
 def test_a_run_goes_on_with_whole_matrices(name: str, colotrain: Colotrain) -> None:
     """The state of parts is that of the whole: rows, columns and numbers of each element."""
@@ -58,11 +74,20 @@ def test_a_run_goes_on_with_whole_matrices(name: str, colotrain: Colotrain) -> N
         assert found[3:] == pytest.approx(whole[3:], abs=0.0 if to == "mesh.tp=2" else within)
 
 
-def test_the_state_of_one_expert_goes_on_with_all(colotrain: Colotrain) -> None:
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("mesh.ep=4",),
+        pytest.param(("mesh.ep=2", "mesh.tp=2", MATRICES), marks=pytest.mark.slow),
+    ],
+)
+def test_the_state_of_one_expert_goes_on_with_all(
+    axes: tuple[str, ...], colotrain: Colotrain
+) -> None:
     """Sums over the experts of a bias [experts, d] are no expert's, where a rank has one."""
     words = (*EXPERTS, "optim.name=adafactor", "optim.lr=0.02", "plugin=zero2")
     words += ("cluster.procs_per_node=4", "train.eval_steps=0", "optim.schedule.name=constant")
-    whole = losses(colotrain.run(*words, "mesh.ep=4", "name=whole", "train.max_steps=3"))
-    colotrain.run(*words, "mesh.ep=4", "name=half", "train.max_steps=2")
-    found = losses(colotrain.resume("half", "train.max_steps=3", "mesh.ep=1"))
+    whole = losses(colotrain.run(*words, *axes, "name=whole", "train.max_steps=3"))
+    colotrain.run(*words, *axes, "name=half", "train.max_steps=2")
+    found = losses(colotrain.resume("half", "train.max_steps=3", "mesh.ep=1", "mesh.tp=1"))
     assert found == pytest.approx(whole, abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from json import loads
 from pathlib import Path
@@ -44,6 +45,9 @@ OWN = (
     *("model.target=tests.dist.own_experts:make", "data.target=tests.dist.own_experts:samples"),
     *("mesh.ep_plan=['blocks.*.experts']", "train.global_batch=8", "train.micro_batch=2"),
 )
+OF_MATRICES = ("--tp", "2", "mesh.tp_plan={'blocks.*.mix':colwise_gather_output}")
+LINED = "model.target=tests.dist.own_experts:make_lined"
+IN_STAGES = ("--pp", "2", LINED, "mesh.pp_schedule=interleaved")
 PLAN = ModelPlan(target="its:own", ep_plan=["experts"])
 NAMES = {
     "Qwen3-MoE": "Qwen3MoeForCausalLM",
@@ -171,8 +175,10 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_experts(
         ("--ep", "2", "plugin.name=fsdp-hybrid", "plugin.shard_size=1", "--accumulation", "2"),
         ("--ep", "2", "adapter.name=lora", "adapter.targets=['*.mix','*.router']"),
         ("--ep", "2", "freeze.patterns=['blocks.0.experts.*',head.*]", "--accumulation", "2"),
+        ("--ep", "2", *OF_MATRICES, "--accumulation", "2"),
+        ("--ep", "2", *IN_STAGES, "--accumulation", "2"),
     ],
-    ids=["recomputed, adamw", "replicas", "adapters", "frozen"],
+    ids=["recomputed, adamw", "replicas", "adapters", "frozen", "matrices", "stages"],
 )
 def test_every_plugin_equals_one_process_on_four_ranks(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -214,6 +220,68 @@ def test_a_fault_in_dividing_experts_is_found(
     (case,) = verified(capsys, "--world-sizes", "2", "--ep", "2", *options)
     assert not case["passed"]
     assert says in case["difference"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options", [(4, *OF_MATRICES), (8, *OF_MATRICES, *IN_STAGES)], ids=["matrices", "stages, too"]
+)
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        (None, ""),
+        ("sends_a_token_twice", "loss of step"),
+        ("leaves_out_gates", "loss of step"),
+        ("averages_experts", "experts."),
+        ("leaves_norms_partial", "gradient of"),
+    ],
+)
+def test_a_fault_is_found_where_matrices_and_layers_are_divided_too(
+    options: tuple[int, Any],
+    mutant: str | None,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, *more = options
+    if mutant is not None:
+        monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    few = ("--plugins", "zero3", "--accumulation", "1", "--steps", "2", "--freeze", "none")
+    (case,) = verified(capsys, "--world-sizes", str(ranks), "--ep", "2", *few, *more)
+    assert case["passed"] == (mutant is None), case["difference"]
+    assert says in (case["difference"] or "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("Qwen3-MoE", ("mesh.tp=2",)),
+        ("Mixtral, unbalanced", ("mesh.cp=2",)),
+        ("Qwen3-MoE, unbalanced", ("mesh.tp=2", "mesh.sequence_parallel=true")),
+        ("Qwen3-MoE, unbalanced", ("mesh.pp=2",)),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each),
+)
+def test_mixtures_divided_along_another_axis_train_as_plain_transformers(
+    name: str, axes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Under the plugins that place parameters differently, on 4 ranks; exports are whole."""
+    pytest.importorskip("transformers")
+    architecture = NAMES[name.partition(",")[0]]
+    (family,) = (each for each in FAMILIES if each.architecture == architecture)
+    family = replace(family, args={}) if "," in name else family
+    folder = family.make(tmp_path / "made")
+    sizes = ("cluster.procs_per_node=4", "mesh.ep=2", "train.micro_batch=1", *axes)
+    plans = [plain.plan_of(family, folder, each, *sizes) for each in ("zero1", "zero3", "gemini")]
+    for result in plain.compare(family, folder, tmp_path / "cases", plans):
+        assert result.passed, f"{result.plugin}: {result.difference}"
+        assert result.max_abs_loss <= 1e-6
+    run_of = runner.case_of(tmp_path / "cases", 4, 1)
+    to = tmp_path / "exported"
+    assert plain.export_difference(family, folder, run_of, to, step=plain.STEPS) <= 1e-5
 
 
 @pytest.mark.slow
@@ -266,7 +334,7 @@ def clamp_as_under_ddp(rank: int, plan: RunPlan) -> None:
     (loss / count).backward()
     comms = Groups(plan.ranks, "cpu")
     tensor = divide_experts_among_ranks_(model, plan, comms)
-    sharded = shard_(model, plan, comms, [], tensor=tensor)
+    sharded = shard_(model, plan, comms, [], divided=[tensor])
     tensor.connect_(comms[EP], "cpu")
     materialise_(sharded, device="cpu", seed=0)
     accumulate(watch(sharded), [batch], num=1, totals=StepTotals(nominal=2.0 * count.item()))
@@ -378,7 +446,7 @@ def test_what_cannot_be_divided_is_refused_by_name(colotrain: Colotrain) -> None
         (own, "mesh.ep=2", "mesh.ep_plan=['blocks.*.expert']"): "the names of modules of experts",
         (own, "mesh.ep=2", "mesh.ep_plan=['blocks.*']"): "blocks.0 has modules with parameters",
         (own, "mesh.ep=2", "mesh.ep_plan=['*norm','*.experts']"): "blocks.0.norm takes (input)",
-        (own, OWN[2], "mesh.ep=2", "mesh.cp=2"): "mesh.ep=2",
+        (own, OWN[2], "mesh.ep=4", "mesh.tp=2"): "4 × 2: expected a divisor of cluster.procs_per",
         (own, OWN[2], "mesh.ep=2", "train.compile=true"): "train.compile",
     }.items():
         found = colotrain("plan", *words, data, *two, "plugin=zero2")

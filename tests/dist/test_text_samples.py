@@ -13,6 +13,7 @@ from colotrain.models.llm import LLM
 from tests.checkpoints import read_whole
 from tests.dist.hf import make_directory
 from tests.dist.test_preferences import OF_BYTES
+from tests.families import EXPERTS, GROUPED, Family
 from tests.running import SMALL, Colotrain, losses
 
 PROMPTS = ("The ", "a")
@@ -101,12 +102,20 @@ def test_ranks_that_divide_tokens_write_the_same_texts(colotrain: Colotrain) -> 
         assert written(colotrain, name) == whole
 
 
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_hugging_face_model_writes_what_transformers_generates(
-    colotrain: Colotrain, tmp_path: Path
+    kind: str, colotrain: Colotrain, tmp_path: Path
 ) -> None:
+    """Of a mixture, no rank has all experts."""
     transformers = pytest.importorskip("transformers")
-    folder = make_directory("llama", tmp_path / "llama", **OF_BYTES)
-    words = (f"model.hf={folder}", "data.corpus=stdlib", "plugin=zero2")
+    if kind == "llama":
+        folder, divided = make_directory("llama", tmp_path / "llama", **OF_BYTES), ()
+    else:
+        family = Family(
+            "Qwen3-MoE", "Qwen3MoeForCausalLM", kind, {**GROUPED, **EXPERTS, **OF_BYTES}
+        )
+        folder, divided = family.make(tmp_path / kind), ("mesh.ep=2",)
+    words = (f"model.hf={folder}", "data.corpus=stdlib", "plugin=zero2", *divided)
     data = (
         "data.tokenizer=bytes",
         "data.seq_len=32",

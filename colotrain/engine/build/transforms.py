@@ -80,7 +80,8 @@ class Build:
     undecayed: Set[str] = field(init=False)
     aliases: Mapping[str, tuple[str, ...]] = field(init=False)
     """Each name of a tied parameter → all of its names."""
-    tensor: TensorGroup = field(default_factory=TensorGroup)
+    divided: list[TensorGroup] = field(default_factory=list)
+    """The groups of ranks that divide experts, or matrices."""
     groups: list[tuple[str, list[nn.Module]]] = field(init=False)
     stage: Stage = field(default_factory=Stage)
     tiers: Tiers | None = None
@@ -135,11 +136,11 @@ def find_undecayed(build: Build) -> None:
 
 
 def divide_parameters(build: Build) -> None:
-    build.tensor = divide_parameters_among_ranks_(build.model, build.plan, build.comms)
+    build.divided.append(divide_parameters_among_ranks_(build.model, build.plan, build.comms))
 
 
 def divide_experts(build: Build) -> None:
-    build.tensor = divide_experts_among_ranks_(build.model, build.plan, build.comms)
+    build.divided.append(divide_experts_among_ranks_(build.model, build.plan, build.comms))
 
 
 def agree_on_groups(build: Build) -> None:
@@ -203,8 +204,8 @@ def shard(build: Build) -> None:
     build.groups = stage.own_groups(model, build.groups)
     if plan.mesh.pp > 1:
         stage.connect_(comms)
-    if build.tensor.shard.size > 1:
-        build.tensor.connect_(comms[build.tensor.axis], comms.device)
+    for group in build.divided:
+        group.connect_(comms[group.axis], comms.device)
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, build.groups, plan, state_per_row(plan.optim))
         build.tiers = Tiers(plan, build.rundir, sizes, estimate_non_model_bytes(plan, sizes))
@@ -215,7 +216,7 @@ def shard(build: Build) -> None:
         comms,
         build.groups,
         offloads=offloads,
-        tensor=build.tensor,
+        divided=build.divided,
         stage=stage,
         frozen=build.frozen,
     )
@@ -275,18 +276,18 @@ TRANSFORMS = in_order(
     Transform("begin training", begin_training),
     Transform("find undecayed", find_undecayed),
     Transform(
-        "divide parameters",
-        divide_parameters,
-        after=frozenset({"freeze", "find undecayed"}),
-        why="modules have other classes then, and parts of their parameters",
-        applies=lambda plan: plan.mesh.tp > 1,
-    ),
-    Transform(
         "divide experts",
         divide_experts,
         after=frozenset({"freeze", "find undecayed"}),
         why="parameters are parts of their own then",
         applies=lambda plan: plan.mesh.ep > 1,
+    ),
+    Transform(
+        "divide parameters",
+        divide_parameters,
+        after=frozenset({"freeze", "find undecayed", "divide experts"}),
+        why="modules have other classes and forwards then, and parts of their parameters",
+        applies=lambda plan: plan.mesh.tp > 1,
     ),
     Transform(
         "agree on groups",

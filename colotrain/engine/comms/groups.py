@@ -60,6 +60,10 @@ class Groups:
             self._by_axes[COPY] = self.another(*COPY)
         else:
             self._by_axes[COPY] = self._by_axes[STAGE]
+        for axis in (axis for axis in (EP, TP) if axis in ranks.sizes):  # a parameter has one
+            alone = not ranks.sizes.keys() >= MATRICES
+            found = self._by_axes[COPY] if alone else self.another(DP_SHARD, axis)
+            self._by_axes[DP_SHARD, axis] = found
         if CP in ranks.sizes:
             self._by_axes[CP] = self.another(CP)
 
@@ -72,7 +76,8 @@ class Groups:
 
         These are one axis, or all that divide a tensor.
         """
-        dist.all_reduce(values, group=self[COPY if len(axes) > 1 else next(iter(axes))])
+        own = tuple(axis for axis in COPY if axis in axes)
+        dist.all_reduce(values, group=self[own if len(own) > 1 else own[0]])
 
     def by_matrices(self) -> DeviceMesh:
         """Return the ranks of the only stage as a mesh in which EP and TP come before DP_SHARD.

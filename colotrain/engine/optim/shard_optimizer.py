@@ -24,6 +24,7 @@ from colotrain.engine.optim.schedule_free import averaged
 from colotrain.engine.optim.users_optimizers import (
     WholeMatrices,
     WholeNumbers,
+    axes_of,
     to_checkpoint_layout,
     updating_in_place,
 )
@@ -297,14 +298,18 @@ class ShardOptimizer:
 
         The parameter may be one that no longer trains.
         """
-        dim = None if self.map is None else self.map[name].divided.get(self.map.axis)
+        dim = None if self.map is None else self.map[name].matrix_dim
         if dim is None or self.torch is None:
             return False
         if self.of_shards:
             return self.kind.sums.get(key) != dim - ndim
         stepped = self.stepped.get(name)
         value = None if stepped is None else self.torch.state.get(stepped, {}).get(key)
-        return isinstance(value, DTensor) and value.placements[-2].is_shard()
+        return isinstance(value, DTensor) and any(
+            placement.is_shard()
+            for axis, placement in zip(axes_of(value.device_mesh), value.placements, strict=True)
+            if axis in MATRICES
+        )
 
     def held_state(self) -> dict[str, dict[str, Tensor]]:
         """Return name → this rank's part of the state tensors."""

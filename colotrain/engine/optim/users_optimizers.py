@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
@@ -17,6 +18,7 @@ from colotrain.engine.optim.base import Groups
 from colotrain.engine.parts.part_map import PartMap
 from colotrain.engine.sharding.fsdp_internals import dtensor, dtensor_of
 from colotrain.errors import ConfigError, Problem, UsageError
+from colotrain.spec.axes import Axis
 from colotrain.spec.plan import OptimPlan
 
 NUMBERS = frozenset({Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__})
@@ -76,6 +78,11 @@ def updating_in_place(
             )
 
 
+def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """Return the axes of a mesh, in its order."""
+    return tuple(Axis(name) for name in mesh.mesh_dim_names or ())
+
+
 class WholeMatrices:
     """Parameters over all ranks that divide them, where ranks along TP or EP do so beside shards.
 
@@ -90,23 +97,22 @@ class WholeMatrices:
         if not isinstance(tensor, DTensor):
             return tensor
         part = self.parts[name]
-        dim = part.divided.get(self.parts.axis)
-        inner = (Replicate() if dim is None else Shard(dim), Shard(0))
-        outer = (Replicate(),) * (self.mesh.ndim - 2)
-        return dtensor(tensor.to_local(), self.mesh, (*outer, *inner), torch.Size(part.whole))
+        dims = [part.divided.get(axis) for axis in axes_of(self.mesh)]
+        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+        return dtensor(tensor.to_local(), self.mesh, placements, torch.Size(part.whole))
 
     def sharded(self, name: str, value: Tensor, parameter: Tensor) -> Tensor | None:
         """Return state of a parameter as this rank's shards have it; None where that has none."""
         if not isinstance(value, DTensor):
             return value
-        *outer, matrices, shards = value.placements
-        dim, shape = self.parts[name].divided.get(self.parts.axis), list(value.shape)
-        if not all(placement.is_replicate() for placement in outer):
-            return None
-        if dim is not None and matrices.is_shard(dim):
-            shape[dim] //= self.mesh.size(self.mesh.ndim - 2)
-        elif not matrices.is_replicate():
-            return None
+        *outer, shards = value.placements
+        divided, shape = self.parts[name].divided, list(value.shape)
+        for index, placement in enumerate(outer):
+            dim = divided.get(axes_of(self.mesh)[index])
+            if dim is not None and placement.is_shard(dim):
+                shape[dim] //= self.mesh.size(index)
+            elif not placement.is_replicate():
+                return None
         if shards.is_replicate():
             return value.to_local()
         if not shards.is_shard(0) or not isinstance(parameter, DTensor):

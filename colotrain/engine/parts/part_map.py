@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain import module_tree
 from colotrain.engine.comms.groups import Groups
-from colotrain.spec.axes import DP_SHARD, PP, STAGE, TP, Axis, Ranks
+from colotrain.spec.axes import DP_SHARD, MATRICES, PP, STAGE, Axis, Ranks
 from colotrain.spec.divisions import Split
 
 
@@ -49,6 +49,11 @@ class Part:
         return DP_SHARD in self.divided
 
     @property
+    def matrix_dim(self) -> int | None:
+        """Dimension that ranks with parts of experts or matrices divide; None where none is."""
+        return next((dim for axis, dim in self.divided.items() if axis in MATRICES), None)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
         return tuple(s.stop - s.start for s in self.slices)
@@ -69,8 +74,7 @@ class PartMap(Mapping[str, Part]):
     ranks: Ranks
     rank: int
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Parameter → what this rank has of it, where ranks along `axis` divide it."""
-    axis: Axis = TP
+    """Parameter → what this rank has of it, where ranks divide experts or matrices."""
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter → the pipeline stages that have it, where there are several stages."""
     _parts: dict[str, Part] = field(default_factory=dict)
@@ -82,12 +86,9 @@ class PartMap(Mapping[str, Part]):
         *,
         splits: Mapping[str, Split],
         holders: Mapping[str, tuple[int, ...]],
-        axis: Axis = TP,
     ) -> PartMap:
         """Return the parts of the parameters of a model that `fully_shard` has sharded."""
-        parts = PartMap(
-            ranks=comms.ranks, rank=comms.rank, splits=splits, holders=holders, axis=axis
-        )
+        parts = PartMap(ranks=comms.ranks, rank=comms.rank, splits=splits, holders=holders)
         for name, parameter in module_tree.named_parameters(model):
             sharded = isinstance(parameter, DTensor)
             parts._parts[name] = parts.part_of(name, parameter.shape, name, is_sharded=sharded)
@@ -122,15 +123,16 @@ class PartMap(Mapping[str, Part]):
     ) -> Part:
         """Return which part of a whole tensor this rank has.
 
-        The tensor is `parameter`, or state of it. Without its division along `axis` it has `shape`,
-        and its rows are divided if `is_sharded`. What belongs to no parameter is on all stages.
-        `is_divided`: whether it has the dimension that `axis` divides; None: as its rows are.
+        The tensor is `parameter`, or state of it. Divided as `splits` say, but not into shards, it
+        has `shape`, and its rows are divided if `is_sharded`. What belongs to no parameter is on
+        all stages. `is_divided`: whether it has the dimension of the parameter's split; None: as
+        its rows are.
         """
         if is_divided is None:
             is_divided = is_sharded or name == parameter
         split = self.splits.get(parameter) if is_divided else None
         split = split if split is not None and split.dim < len(shape) else None
-        divided: dict[Axis, int] = {} if split is None else {self.axis: split.dim}
+        divided: dict[Axis, int] = {} if split is None else {split.axis: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
         stage, stages = self.ranks.coords(self.rank)[PP], self.holders.get(parameter, (0,))
         is_here = stage in stages or parameter not in self.holders
@@ -168,7 +170,7 @@ class PartMap(Mapping[str, Part]):
             first, length = rows_of(shape[0], coords[DP_SHARD], self.ranks.size(DP_SHARD))
             slices[0] = slice(first, first + length)
         if split is not None:  # which is even: a rank's part begins after those before it
-            begin = split.start if rank == self.rank else coords[self.axis] * split.size
+            begin = split.start if rank == self.rank else coords[split.axis] * split.size
             own = slices[split.dim]
             slices[split.dim] = slice(begin + own.start, begin + own.stop)
         return tuple(slices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -51,7 +51,7 @@ from colotrain.engine.sharding.parameters import (
 from colotrain.engine.sharding.tensor_parallel import TensorGroup
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.axes import DP_SHARD, EP
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, EP
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import stays_gathered
 from colotrain.torch_internals import is_called_by_backward
@@ -113,8 +113,8 @@ class ShardedModel:
     parts: PartMap
     """Parameter name → what this rank has of it, for all parameters of the model in their order."""
 
-    tensor: TensorGroup = field(default_factory=TensorGroup)
-    """The ranks that divide the matrices, of which `fully_shard` sees nothing but the own part."""
+    divided: tuple[TensorGroup, ...] = ()
+    """The groups that divide experts, or matrices; `fully_shard` sees nothing but the own part."""
 
     stage: Stage = field(default_factory=Stage)
     """The blocks that this rank holds, where there are pipeline stages."""
@@ -159,7 +159,7 @@ def shard_(
     modules_of: list[tuple[str, list[nn.Module]]],
     *,
     offloads: Callable[[int], bool] = lambda index: False,
-    tensor: TensorGroup | None = None,
+    divided: Sequence[TensorGroup] = (),
     stage: Stage | None = None,
     frozen: Mapping[str, str] | None = None,
 ) -> ShardedModel:
@@ -171,7 +171,7 @@ def shard_(
     """
     check_parameters(model, plan.model)
     check_precision(model, plan.train.precision)
-    tensor, stage = tensor or TensorGroup(), stage or Stage()
+    stage = stage or Stage()
     attached = attached_to(model)
     known = dict(module_tree.named_parameters(model))
     originals = {name: weakref.ref(parameter) for name, parameter in known.items()}
@@ -183,7 +183,8 @@ def shard_(
     if (compute := cast_dtype(plan.train.precision)) is not None:
         keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
-    parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders, axis=tensor.axis)
+    splits = {name: split for group in divided for name, split in group.splits.items()}
+    parts = PartMap.of(model, comms, splits=splits, holders=stage.holders)
     parts.freeze(frozen or {})
     sharded = ShardedModel(
         module=model,
@@ -193,7 +194,7 @@ def shard_(
         comms=comms,
         attached=attached,
         parts=parts,
-        tensor=tensor,
+        divided=tuple(divided),
         stage=stage,
     )
     watch_replaced(originals, model)
@@ -214,8 +215,7 @@ def _ranks_under_ddp(sharded: ShardedModel) -> int:
 
     No divided expert has a hook: each rank of its group has a part of the gradient.
     """
-    tensor = sharded.tensor
-    return sharded.comms.data_mesh.size() * (tensor.shard.size if tensor.axis is EP else 1)
+    return sharded.comms.ranks.size(DP_REPLICATE, DP_SHARD, EP)
 
 
 def _called(sharded: ShardedModel, index: int, *_: Any) -> None:

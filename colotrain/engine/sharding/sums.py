@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from colotrain import module_tree
 from colotrain.engine.parts.part_map import local_part
 from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
-from colotrain.spec.axes import STAGE, TP
+from colotrain.engine.sharding.tensor_parallel import TensorGroup
+from colotrain.spec.axes import STAGE
 from colotrain.torch_internals import BatchNorms
 
 
@@ -22,8 +23,7 @@ def reduce_replicated_(sharded: ShardedModel) -> None:
     if not parameters:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    is_first, partial = comms.ranks.is_first(comms.rank, TP), sharded.tensor.partial
-    counts = [float(is_first or name in partial) for name in named]
+    counts = [float(all(group.counts(name) for group in sharded.divided)) for name in named]
     summed = torch.view_as_real(torch.stack([grad.to(torch.complex128) for grad in grads]))
     summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device).unsqueeze(1)
     dist.all_reduce(summed, group=comms[STAGE])
@@ -37,11 +37,15 @@ def sum_partial_(sharded: ShardedModel) -> None:
 
     All ranks must call.
     """
-    partial, found, device = sharded.tensor.partial, [], sharded.comms.device
-    if not partial:
-        return
+    for group in sharded.divided:
+        if group.partial:
+            _sum_over_(group, sharded)
+
+
+def _sum_over_(group: TensorGroup, sharded: ShardedModel) -> None:
+    partial, found, device = group.partial, [], sharded.comms.device
     named = {n: p for n, p in sharded.trained().items() if n in partial and isinstance(p, DTensor)}
-    used = sharded.tensor.used_by_any([p.grad is not None for p in named.values()], device)
+    used = group.used_by_any([p.grad is not None for p in named.values()], device)
     for name, parameter in itertools.compress(named.items(), used):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -50,7 +54,7 @@ def sum_partial_(sharded: ShardedModel) -> None:
     if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
         torch.accelerator.synchronize()
     if found:
-        sharded.tensor.sum_(found, device)
+        group.sum_(found, device)
 
 
 @torch.no_grad()

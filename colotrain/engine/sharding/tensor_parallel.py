@@ -25,7 +25,7 @@ from colotrain.spec.plan import RunPlan
 
 @dataclass(slots=True, kw_only=True)
 class TensorGroup:
-    """This rank of a tensor-parallel group, and the parameters that the group divides."""
+    """This rank of a group that divides matrices or experts, and which parameters it divides."""
 
     axis: Axis = TP
     """The axis of the mesh in which the ranks of the group differ."""
@@ -35,8 +35,12 @@ class TensorGroup:
     partial: frozenset[str] = frozenset()
     """Names of replicated parameters whose gradients each rank computes only in part.
 
-    Their gradients must be summed over the tensor-parallel group.
+    Their gradients must be summed over the group.
     """
+
+    def counts(self, name: str) -> bool:
+        """Whether a parameter's gradient here enters sums: it is a part, or the first of equals."""
+        return self.shard.rank == 0 or name in self.partial
 
     def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
         """Set gradients to their sums over the group, with the same bits on all of its ranks.

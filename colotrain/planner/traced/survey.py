@@ -301,15 +301,15 @@ def trace_micro_batch(
     tensors = TensorShard(rank=0, size=mesh.tp, by_tokens=mesh.sequence_parallel)
     if mesh.cp > 1:
         divide_sequences_(module, sequences)
-    if mesh.tp > 1:
-        divisions = own_divisions(module, model) or Divisions()
-        divide_parameters_(module, divisions, tensors)
-        apply_styles_(module, divisions, tensors)
     experts = ExpertShard(rank=0, size=mesh.ep)
     if mesh.ep > 1:
         divisions = expert_divisions(module, model)
         divide_parameters_(module, divisions, TensorShard(rank=0, size=mesh.ep))
         share_tokens_(module, divisions, experts)
+    if mesh.tp > 1:
+        divisions = own_divisions(module, model) or Divisions()
+        divide_parameters_(module, divisions, tensors)
+        apply_styles_(module, divisions, tensors)
     try:
         sample = one_sample(data, model)
         found = trace(

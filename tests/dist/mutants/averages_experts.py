@@ -2,6 +2,7 @@
 
 from colotrain.engine.gradients import accumulation
 from colotrain.engine.parts.part_map import local_part
+from colotrain.spec.axes import EP
 from colotrain.verify import worker
 
 sum_partial_ = accumulation.sum_partial_
@@ -10,8 +11,8 @@ sum_partial_ = accumulation.sum_partial_
 def sum_and_average_(sharded):
     sum_partial_(sharded)
     for name, parameter in sharded.trained().items():
-        if name in sharded.tensor.splits and parameter.grad is not None:
-            local_part(parameter.grad).div_(sharded.tensor.shard.size)
+        if EP in sharded.parts[name].divided and parameter.grad is not None:
+            local_part(parameter.grad).div_(sharded.comms.ranks.size(EP))
             sharded.norms.pop(name, None)
 
 

@@ -21,6 +21,8 @@ SIZES = [
     {DP_SHARD: 3, EP: 2},
     {PP: 2, DP_SHARD: 2},
     {PP: 2, DP_REPLICATE: 2, DP_SHARD: 2, TP: 2},
+    {DP_SHARD: 2, EP: 2, TP: 2},
+    {PP: 2, DP_REPLICATE: 2, DP_SHARD: 2, EP: 2, TP: 2},
 ]
 SHAPES = {
     "tall": (10, 4),
@@ -34,16 +36,16 @@ TALL, WIDE = "tall", "wide"
 
 
 def ranks_of(sizes: dict) -> Iterator[tuple[int, PartMap]]:  # type: ignore[type-arg]
-    """Every rank's map: with TP (or EP), rows of `tall` and columns of `wide` are divided."""
+    """Every rank's map: rows of `tall` are divided along EP (or TP), columns of `wide` along TP."""
     ranks = Ranks(sizes)
     stages = range(ranks.size(PP))
     for rank in range(ranks.world):
-        axis = EP if ranks.size(EP) > 1 else TP
-        index, size = ranks.coords(rank)[axis], ranks.size(axis)
-        splits = {
-            TALL: Split(dim=0, start=index * (10 // size), size=10 // size, whole=10),
-            WIDE: Split(dim=1, start=index * (6 // size), size=6 // size, whole=6),
-        }
+        splits = {}
+        for name, dim, whole, axes in ((TALL, 0, 10, (EP, TP)), (WIDE, 1, 6, (TP, EP))):
+            for axis in (axis for axis in axes if ranks.size(axis) > 1 and name not in splits):
+                size = whole // ranks.size(axis)
+                start = ranks.coords(rank)[axis] * size
+                splits[name] = Split(dim=dim, start=start, size=size, whole=whole, axis=axis)
         holders = {name: (number % len(stages),) for number, name in enumerate(SHAPES)}
         holders[WIDE] = tuple(stages)  # a tied one is on both
         yield (
@@ -51,8 +53,7 @@ def ranks_of(sizes: dict) -> Iterator[tuple[int, PartMap]]:  # type: ignore[type
             PartMap(
                 ranks=ranks,
                 rank=rank,
-                axis=axis,
-                splits=splits if size > 1 else {},
+                splits=splits,
                 holders=holders if len(stages) > 1 else {},
             ),
         )

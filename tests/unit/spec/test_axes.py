@@ -32,7 +32,7 @@ def arrangements() -> Iterator[tuple[MeshPlan, int, int]]:
     """Mesh, replicas and shards; `cp` divides their product, but not always the shards."""
     for pp, cp, ep, tp in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2)):
         for replicas, shard in itertools.product((1, 2, 3), (1, 2, 4)):
-            if replicas * shard % cp == 0 and (ep == 1 or (cp == 1 and pp < 3)):
+            if replicas * shard % cp == 0 and (ep == 1 or pp < 3):
                 yield MeshPlan(pp=pp, cp=cp, ep=ep, tp=tp), replicas, shard
 
 
@@ -89,6 +89,7 @@ def test_without_a_shard_size_there_are_no_replicas() -> None:
     assert Ranks.of(MeshPlan(pp=2), world=7).world == 6  # one has no place
     assert MeshPlan(pp=2, tp=2).readers(6) == 0
     assert (MeshPlan(ep=4).readers(6), MeshPlan(ep=4).readers(8)) == (0, 8)
+    assert (MeshPlan(cp=2, ep=2).readers(6), MeshPlan(cp=2, ep=2).readers(8)) == (0, 4)
 
 
 @pytest.mark.parametrize("procs", [1, 2, 3, 4, 6, 8])
