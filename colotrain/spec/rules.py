@@ -189,7 +189,6 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.init", "adapter.parameters", ([],), "a part is taken out of linear layers alone"),
     Rule("adapter.init", "model.quantize", (None,), "blocks hold whole weights"),
     Rule("adapter.merge", "model.quantize", (None,), "blocks hold the weights of the directory"),
-    Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
     Rule(
         "mesh.pp>1 and mesh.tp>1 and mesh.sequence_parallel=true",
@@ -219,8 +218,18 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
     *rules("mesh.ep>1", {"mesh.tp": 1, "mesh.cp": 1, "mesh.pp": 1}, "experts alone are divided"),
     *rules("mesh.ep>1", {"train.compile": False}, "how many tokens an expert gets is not known"),
-    Rule("mesh.ep>1", "model.quantize", (None,), "blocks of experts are not divided"),
-    Rule("mesh.ep>1", "adapter.parameters", ([],), "ranks divide no adapters of experts"),
+    Rule(
+        "mesh.ep>1 and optim.name=adamw8bit",
+        "adapter.parameters",
+        ([],),
+        "a scale is that of a block within a whole row, of which ranks have columns",
+    ),
+    Rule(
+        "mesh.ep>1 and optim.rounding=stochastic,kahan",
+        "adapter.parameters",
+        ([],),
+        "random bits follow the rows of a parameter, of which ranks have columns",
+    ),
     Rule("mesh.ep>1", PROMPTS, ([],), "no rank has all experts"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),

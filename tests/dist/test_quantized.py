@@ -55,8 +55,9 @@ def test_verify_and_exports_of_other_schemes(tuned: Colotrain, scheme: str) -> N
 @pytest.mark.parametrize("method", ["mxfp4", "nf4"])
 def test_verify_and_exports_of_what_is_stored_quantized(colotrain: Colotrain, method: str) -> None:
     folder, words = colotrain.cwd / "model", (*OF_LLAMA, f"model.quantize={method}")
-    if method == "mxfp4":
-        make_chat_directory(folder, "gpt_oss", **GPT_OSS)
+    if method == "mxfp4":  # ranks divide the packed experts, and their adapters
+        make_chat_directory(folder, "gpt_oss", **{**GPT_OSS, "num_local_experts": 4})
+        words = (*words, "mesh.ep=2")
         words = (*words, "adapter.targets=[q_proj]", "adapter.parameters=[gate_up_proj,down_proj]")
     else:
         make_directory("llama", folder, **OF_BYTES)

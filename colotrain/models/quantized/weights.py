@@ -31,7 +31,7 @@ class PackedWeight:
     """Name of the parameter in the module."""
     scheme: Scheme
     shape: tuple[int, ...]
-    """Shape of the parameter before it was packed."""
+    """Shape of the whole parameter before it was packed; ranks may have the blocks of a part."""
     is_transposed: bool = False
     """Whether the parameter is [experts, inputs, outputs]."""
     dtype: torch.dtype
@@ -70,16 +70,33 @@ class PackedWeight:
         stack = rows.view(-1, self.rows_each, self.inputs)
         return stack.mT if self.is_transposed else stack
 
+    def num_rows_in(self, packed: Packed) -> int:
+        """Return how many rows blocks stand for: all of them, or those of a rank's entries."""
+        numbers = len(packed.codes) * self.scheme.block_of(self.inputs)
+        return min(numbers // self.scheme.width_of(self.inputs), self.num_rows)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of dimension 0 whose blocks the module holds."""
+        return self.num_rows_in(self.packed) // self.rows_each
+
+    @property
+    def num_in_blocks(self) -> int:
+        """Return how many neighbouring entries of dimension 0 have whole blocks, at the least."""
+        block = self.scheme.block_of(self.inputs)
+        return block // math.gcd(block, self.rows_each * self.scheme.width_of(self.inputs))
+
     def whole(self, dtype: torch.dtype | None = None, packed: Packed | None = None) -> Tensor:
-        """Return the parameter that the blocks stand for."""
-        found = unpacked(
-            self.scheme, packed or self.packed, self.num_rows, self.inputs, dtype or self.dtype
+        """Return the parameter that the blocks stand for, or the part of a rank's blocks."""
+        packed = packed or self.packed
+        num_rows = self.num_rows_in(packed)
+        return self.of_rows(
+            unpacked(self.scheme, packed, num_rows, self.inputs, dtype or self.dtype)
         )
-        return self.of_rows(found)
 
     def entries(self, packed: Packed, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return entries of dimension 0, for which no other blocks than theirs are unpacked."""
-        if (start, end) == (0, self.shape[0]):
+        if (start, end) == (0, self.num_rows_in(packed) // self.rows_each):
             return self.whole(dtype, packed)
         width, block = self.scheme.width_of(self.inputs), self.scheme.block_of(self.inputs)
         numbers = self.rows_each * width
