@@ -104,7 +104,6 @@ RULES: tuple[Rule, ...] = (
         "weights are packed as they are read",
         "give the model's directory as model.hf",
     ),
-    *rules("model.quantize", {"mesh.tp": 1}, "blocks of a weight are not divided by its inputs"),
     *rules("model.quantize", {"train.compile": False}),
     *rules(PAIRS, OWN, "the objective has its own"),
     Rule(PAIRS, "train.on_nonfinite", ("stop", "skip")),

@@ -19,6 +19,8 @@ LORA = ("model.quantize=nf4", "adapter.name=lora", "optim.lr=0.01")
 OF_LLM = (*SMALL, *LORA, "adapter.targets=[query,value,down]")
 OF_LLAMA = ("model.hf=model", *LORA, "adapter.targets=[q_proj,down_proj]", "data.corpus=stdlib")
 OF_LLAMA = (*OF_LLAMA, "data.tokenizer=bytes", "data.seq_len=32", "train.global_batch=8")
+WHOLE_BLOCKS = ("model.args.d_model=128", "model.args.d_hidden=256")
+"""Sizes with which halves of a row have whole blocks of 64."""
 LEVEL = "optim.schedule.name=constant"
 OF_LLAMA = (*OF_LLAMA, "train.micro_batch=2", "train.eval_steps=1", "cluster.procs_per_node=2")
 
@@ -90,6 +92,8 @@ def test_verify_and_exports_of_what_is_stored_quantized(colotrain: Colotrain, me
         ("train.precision=fp16",),
         ("mesh.cp=2",),
         ("mesh.pp=2",),
+        ("mesh.tp=2", *WHOLE_BLOCKS),
+        ("mesh.tp=2", *WHOLE_BLOCKS, "model.quantize=int8", "adapter.name=dora"),
         ("adapter.name=dora",),
         ("adapter.name=dora", "adapter.dropout=0.2", "train.activation_checkpointing=full"),
     ],
