@@ -44,6 +44,11 @@ def write_peft(job: Job) -> list[Entry]:
     stored = {name: adapters.PREFIX + name for name in joined}
     stored |= {part.name: part.stored for part in adapters.parts(model)}
     held = job.stored.entries | joined
+    for part in adapters.parts(model):
+        if part.name not in joined:
+            held[part.name] = replace(
+                held[part.name], read=partial(_as_stored, part, held[part.name])
+            )
     entries = [
         replace(held[n], name=stored[n].removeprefix(adapters.PREFIX)) for n in sorted(stored)
     ]
@@ -74,6 +79,10 @@ def write_peft(job: Job) -> list[Entry]:
     if plan.hf is not None:
         complete_prompting(job, model.config.to_dict())  # type: ignore[operator,union-attr]
     return entries
+
+
+def _as_stored(part: adapters.AdapterPart, held: Entry) -> Tensor:
+    return part.as_stored(held.read())
 
 
 def _with_products(job: Job, model: nn.Module, modules: Sequence[str]) -> dict[str, Entry]:

@@ -142,15 +142,15 @@ def initial_entries(job: Job, left_out: Collection[str]) -> dict[str, Entry]:
     made = build_whole(replace(plan, adapter=None, quantize=None), seed=job.plan.train.seed)
     known = {name: parameter.detach() for name, parameter in made.named_parameters()}
     packed = packed_weights(on_meta(plan)) if plan.quantize is not None else {}
-    known |= {n: _whole_of(w, packed_part(w, known[n])) for n, w in packed.items()}
+    known |= {n: _whole_of(w, w.as_held(packed_part(w, known[n]))) for n, w in packed.items()}
     scales = {scales_of(name) for name in packed}
     return {n: _whole_entry(n, known[n]) for n in left_out if n not in scales}
 
 
 def _packed_again(weight: PackedWeight, stored: StoredTensors, source: Source) -> Tensor:
     """Return the weight that the run computed with: of blocks made of the directory, as before."""
-    num = len(weight.packed.codes)
-    return _whole_of(weight, packed_rows(weight, stored, source, begin=0, num=num))
+    blocks = packed_rows(weight, stored, source, begin=0, num=weight.num_blocks)
+    return _whole_of(weight, weight.as_held(blocks))
 
 
 def _whole_of(weight: PackedWeight, packed: Packed) -> Tensor:

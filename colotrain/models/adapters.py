@@ -67,6 +67,18 @@ class AdapterPart:
     def parameter(self) -> nn.Parameter:
         return cast(nn.Parameter, self.owner.get_submodule(self.role).weight)
 
+    def as_stored(self, values: Tensor) -> Tensor:
+        """Return whole values of the parameter as PEFT's files have them."""
+        if self.role != B or not isinstance(self.owner, ParameterAdapter):
+            return values
+        return parameters.columns_as_stored(values, rank=self.owner.rank)
+
+    def of_stored(self, values: Tensor) -> Tensor:
+        """Return values in PEFT's files as the parameter has them."""
+        if self.role != B or not isinstance(self.owner, ParameterAdapter):
+            return values
+        return parameters.columns_of_stored(values, rank=self.owner.rank)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
@@ -245,12 +257,17 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def divide(divisions: Divisions, model: nn.Module) -> Divisions:
-    """Return `divisions` of the model with its adapters divided as their layers are.
+    """Return `divisions` of the model with its adapters divided as what they adapt.
 
     A layer with some of the outputs has these rows of B and all of A; one with some of the inputs
-    has these columns of A and all of B.
+    has these columns of A and all of B. Some of the experts have their own rows of A and columns
+    of B.
     """
     dims: dict[str, int | None] = {}
+    for name, _, key, adapter in adapted_parameters(model):
+        of_a, of_b = adapter.dims_beside(divisions.dim_of(name))
+        owner = name.removesuffix(key) + PARAMETER_ADAPTER + key
+        dims[f"{owner}.{A}.weight"], dims[f"{owner}.{B}.weight"] = of_a, of_b
     for name, layer in adapted(model).items():
         dim = divisions.dim_of(f"{name}.weight")
         if dim is not None and is_transposed(layer):
@@ -258,12 +275,7 @@ def divide(divisions: Divisions, model: nn.Module) -> Divisions:
         dims[f"{name}.{A}.weight"] = 1 if dim == 1 else None
         dims[f"{name}.{B}.weight"] = 0 if dim == 0 else None
         dims[f"{name}.{MAGNITUDE}.weight"] = 0 if dim == 0 else None
-    against = divisions.against
-    if held := next((name for name, *_ in adapted_parameters(model)), ""):
-        against = (
-            against or f"{held} has an adapter (adapter.parameters), which ranks cannot divide"
-        )
-    return replace(divisions, dims={**dims, **divisions.dims}, against=against)
+    return replace(divisions, dims={**dims, **divisions.dims})
 
 
 def partial_parameters(model: nn.Module, splits: Container[str]) -> Iterator[str]:
@@ -271,13 +283,17 @@ def partial_parameters(model: nn.Module, splits: Container[str]) -> Iterator[str
 
     A rank's backward leaves that part of their gradient which goes through its part of the other.
     """
-    for name, layer in adapted(model).items():
+    held = [
+        name.removesuffix(key) + PARAMETER_ADAPTER + key
+        for name, _, key, _ in adapted_parameters(model)
+    ]
+    for name in [*adapted(model), *held]:
         a, b = f"{name}.{A}.weight", f"{name}.{B}.weight"
-        if b in splits:
+        if b in splits and a not in splits:
             yield a
-        if a in splits:
+        if a in splits and b not in splits:
             yield b
-            if hasattr(layer, MAGNITUDE):
+            if hasattr(model.get_submodule(name), MAGNITUDE):
                 yield f"{name}.{MAGNITUDE}.weight"
 
 
@@ -488,7 +504,7 @@ def fill_(
             if part.name in given or part.name in begun:
                 continue
             if stored is not None:
-                whole = stored.rows(part.stored)
+                whole = part.of_stored(stored.rows(part.stored))
             elif part.role == MAGNITUDE:
                 whole = _norms(part, shards)
             else:

@@ -25,7 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, UsageError, suggest
-from colotrain.models.quantized.experts import expert_stacks
+from colotrain.models import adapters
+from colotrain.models.adapter_kinds.parameters import ParameterAdapter
+from colotrain.models.quantized.experts import expert_stacks, stacks_of
 from colotrain.spec.axes import EP
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ModelPlan
@@ -73,7 +75,7 @@ def expert_divisions(model: nn.Module, plan: ModelPlan) -> Divisions:
             raise ConfigError(problems)
         found = [n for n in modules if any(fnmatchcase(n, glob) for glob in plan.ep_plan)]
     else:
-        found = [n for n, module in modules.items() if next(expert_stacks(module), None)]
+        found = [n for n, m in modules.items() if next(expert_stacks(m), None) or stacks_of(m)]
         for name, module in modules.items():
             is_list = isinstance(module, nn.ModuleList) and len(module) > 1
             if is_list and name.rpartition(".")[2] in LISTS:
@@ -84,13 +86,25 @@ def expert_divisions(model: nn.Module, plan: ModelPlan) -> Divisions:
                 return Divisions(axis=EP, against=f"{name} {why}")
     if not found:
         return Divisions(axis=EP, against="it has no experts in one parameter [experts, …]")
-    dims = {f"{name}.{key}": 0 for name in found for key in _shapes(modules[name])}
+    dims = {
+        f"{name}.{key}": 0
+        for name in found
+        for key, p in modules[name]._parameters.items()
+        if p is not None
+    }
     for name in dims:
         if has_hooks(model.get_parameter(name)):
             return Divisions(axis=EP, against=f"a hook of {name} would get a part of its gradient")
     counts = {shape[0] for name in found for shape in _shapes(modules[name]).values()}
     sizes = {"num_experts" if len(counts) == 1 else f"num_experts ({n})": n for n in counts}
-    return Divisions(axis=EP, dims=dims, sizes=sizes, styles=dict.fromkeys(found, EXPERTS))
+    for name in found:
+        for key, weight in stacks_of(modules[name]).items():
+            if (num := weight.num_in_blocks) > 1:
+                block = weight.scheme.block_of(weight.inputs)
+                named = f"whole blocks of {block} numbers in {name}.{key} ({num} experts each)"
+                sizes[named] = weight.shape[0] // num if weight.shape[0] % num == 0 else 1
+    how = Divisions(axis=EP, dims=dims, sizes=sizes, styles=dict.fromkeys(found, EXPERTS))
+    return adapters.divide(how, model)
 
 
 def _problems_of(globs: Sequence[str], modules: dict[str, nn.Module]) -> Iterator[Problem]:
@@ -108,12 +122,18 @@ def _problems_of(globs: Sequence[str], modules: dict[str, nn.Module]) -> Iterato
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
+    """Return the shapes of a module's parameters, also where it holds blocks of them."""
+    found = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
+    for key, weight in stacks_of(module).items():
+        del found[weight.scales_key]
+        found[key] = (weight.num_entries, *weight.shape[1:])
+    return found
 
 
 def _not_experts(module: nn.Module) -> str:
     """Why not all of a module's parameters are those of as many experts; "" if they are."""
-    if any(True for child in module.children() for _ in module_tree.parameters(child)):
+    children = [child for child in module.children() if not isinstance(child, ParameterAdapter)]
+    if any(True for child in children for _ in module_tree.parameters(child)):
         return "has modules with parameters inside"
     given = inspect.signature(module.forward).parameters
     names = list(given)

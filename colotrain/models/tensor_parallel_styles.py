@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.models import adapters
+from colotrain.models.quantized import layers as packed_layers
 from colotrain.models.tensor_parallel import (
     ATTRIBUTE,
     DIVISIONS,
@@ -53,7 +54,7 @@ def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
     own = getattr(model, DIVISIONS, None)
     if not plan.tp_plan:
         found = own() if callable(own) else None
-        return None if found is None else _without_hooks(adapters.divide(found, model), model)
+        return None if found is None else _with_all(found, model)
     problems = []
     if own is not None:
         expected = f"null, for {plan.value} says itself how it is divided"
@@ -61,10 +62,12 @@ def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
     problems += problems_of(plan.tp_plan, model)
     if problems:
         raise ConfigError(problems)
-    return _without_hooks(adapters.divide(divisions_by(plan.tp_plan, model), model), model)
+    return _with_all(divisions_by(plan.tp_plan, model), model)
 
 
-def _without_hooks(how: Divisions, model: nn.Module) -> Divisions:
+def _with_all(how: Divisions, model: nn.Module) -> Divisions:
+    """Return `how` with adapters and packed blocks divided as the matrices are."""
+    how = packed_layers.divide(adapters.divide(how, model), model)
     for name, parameter in module_tree.named_parameters(model):
         if how.dim_of(name) is not None and has_hooks(parameter):
             return replace(how, against=f"a hook of {name} would get a part of its gradient")
@@ -120,6 +123,8 @@ def _with_parameters_inside(name: str, module: nn.Module) -> str:
 
 
 def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, packed_layers.QuantizedLinear):
+        return True
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -150,7 +155,8 @@ def divisions_by(
         for name, module in adapters.own_modules(model):
             if fnmatchcase(name, glob):
                 key = glob.rpartition(".")[2]
-                divided[key] = math.gcd(divided.get(key, 0), module.weight.shape[dim])
+                size = (module.out_features, module.in_features)[dim]
+                divided[key] = math.gcd(divided.get(key, 0), size)
     return Divisions(dims=dims, sizes=divided, styles=dict(plan))
 
 
@@ -323,7 +329,10 @@ def _colwise(module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor) 
 
 def _product(module: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The module's output without the other ranks, and that of its adapter."""
-    found = F.linear(x, module.weight, bias)
+    if isinstance(module, packed_layers.QuantizedLinear):
+        found = module.product(x, bias)
+    else:
+        found = F.linear(x, module.weight, bias)
     if not adapters.is_adapted(module):
         return found
     return adapters.add_product(module, x, found, bias=bias)

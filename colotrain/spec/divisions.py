@@ -86,8 +86,10 @@ class Divisions:
         if dim is None:
             return None
         if shape[dim] % ranks:
-            module = name.rpartition(".")[0]
-            if any(s == VOCABULARY and fnmatchcase(module, g) for g, s in self.styles.items()):
+            words = name.split(".")
+            modules = [".".join(words[:end]) for end in range(1, len(words))]  # adapters are inside
+            vocabularies = [glob for glob, style in self.styles.items() if style == VOCABULARY]
+            if any(fnmatchcase(module, glob) for module in modules for glob in vocabularies):
                 return None
             key, size = f"mesh.{self.axis}", shape[dim]
             problem = f"{key}={ranks}: {name} has a size of {size}, not divided by {ranks}"

@@ -106,8 +106,14 @@ def _part_of(parameter: ParameterInfo, how: Divisions, ranks: int) -> ParameterI
     shape = how.part_of(parameter.name, parameter.shape, ranks)
     if shape == parameter.shape:
         return parameter
-    whole, numel = parameter.whole_shape, math.prod(shape)
-    return dataclasses.replace(parameter, shape=shape, numel=numel, divided_shape=whole)
+    whole, numel, packed = parameter.whole_shape, math.prod(shape), parameter.num_weights
+    return dataclasses.replace(
+        parameter,
+        shape=shape,
+        numel=numel,
+        divided_shape=whole,
+        num_weights=None if packed is None else packed // ranks,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

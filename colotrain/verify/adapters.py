@@ -63,11 +63,13 @@ def _put_sum(key: str, scale: float, module: Any, inputs: Any) -> None:
     """Put the sum in place of the parameter: expert by expert."""
     parameter: Tensor = module._parameters[key]
     adapter = getattr(module, adapters.PARAMETER_ADAPTER + key)
-    a, b, num = adapter.lora_A.weight, adapter.lora_B.weight, adapter.num_experts
+    a, b = adapter.lora_A.weight, adapter.lora_B.weight
+    num = len(parameter) if parameter.ndim == 3 else 1
     rank = a.shape[0] // num
     changes = []
     for expert in range(num):
-        change = b[:, expert::num] @ a[expert * rank : (expert + 1) * rank]
+        own = slice(expert * rank, (expert + 1) * rank)
+        change = b[:, own] @ a[own]
         changes.append(scale * (change.T if getattr(module, "is_transposed", False) else change))
     kept = module.__dict__.setdefault("plain_parameters", {})
     kept[key] = parameter

@@ -49,6 +49,7 @@ def _round_nf4(weight: Tensor) -> Tensor:
 
 def _read_nf4(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     """Numbers of blocks whose bytes have the first of two codes in their upper half."""
+    codes, scales = codes.reshape(-1, NF4_BLOCK // 2), scales.reshape(-1, 4)
     found = torch.empty(len(codes), NF4_BLOCK)
     found[:, 0::2] = NF4_VALUES[codes.long() // 16]
     found[:, 1::2] = NF4_VALUES[codes.long() % 16]
@@ -93,6 +94,7 @@ def _round_mxfp4(weight: Tensor) -> Tensor:
 
 def _read_mxfp4(codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
     """Numbers of blocks whose bytes have the first of two codes in their lower half."""
+    codes, scales = codes.reshape(-1, MXFP4_BLOCK // 2), scales.reshape(-1, 1)
     found = torch.empty(len(codes), MXFP4_BLOCK, dtype=torch.float64)
     for place, half in enumerate((codes.long() % 16, codes.long() // 16)):
         found[:, place::2] = MXFP4_VALUES[half % 8] * (1.0 - 2.0 * (half // 8))

@@ -34,6 +34,8 @@ PISSA = (*PISSA, "adapter.ranks={'*mlp*':3}", "adapter.rslora=true")
 CASES = {"dora": ("llama", DORA), "experts": ("mixtral", EXPERTS), "pissa": ("llama", PISSA)}
 EMBEDDING = (*EXPERTS[:3], "adapter.parameters=[embed_tokens.weight]")
 CASES["embedding"] = ("llama", EMBEDDING)
+AXES = {"experts": "mesh.ep", "embedding": "mesh.tp"}
+"""Case → the axis along which ranks are divided, until the run goes on in one process."""
 
 
 @pytest.mark.slow
@@ -45,13 +47,16 @@ def test_a_run_is_resumed_exported_both_ways_and_read_again(
     export: Export,  # noqa: F811
 ) -> None:
     kind, own = CASES[case]
-    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2} if kind == "mixtral" else {}
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
     model = f"model.hf={hf.make_chat_directory(colotrain.cwd / 'base', kind, **sizes)}"
     two = ("plugin=zero3", "cluster.procs_per_node=2")
     options = (*TUNE, model, *own)
     whole = colotrain.run(*options, *two, "train.max_steps=4", "name=whole")
+    axes = [AXES[case]] if case in AXES else []
+    two = (*two, *(f"{axis}=2" for axis in axes))
     colotrain.run(*options, *two, "train.max_steps=2", "name=run")
-    one = ("plugin=zero1", "cluster.procs_per_node=1", "train.max_steps=4")
+    one = ("plugin=zero1", "cluster.procs_per_node=1", *(f"{axis}=1" for axis in axes))
+    one = (*one, "train.max_steps=4")
     assert losses(colotrain.resume("run", *one)) == pytest.approx(losses(whole), abs=1e-5)
     assert checked(export, "run", "--to", "adapter", "--adapter")["format"] == "peft"
     checked(export, "run", "--to", "merged")

@@ -48,6 +48,10 @@ OWN = (
 OF_MATRICES = ("--tp", "2", "mesh.tp_plan={'blocks.*.mix':colwise_gather_output}")
 LINED = "model.target=tests.dist.own_experts:make_lined"
 IN_STAGES = ("--pp", "2", LINED, "mesh.pp_schedule=interleaved")
+ADAPTERS = (
+    *("adapter.name=lora", "adapter.rank=3", "adapter.targets=['*.mix','*.router']"),
+    "adapter.parameters=[experts.up,experts.up_bias,experts.down]",
+)
 PLAN = ModelPlan(target="its:own", ep_plan=["experts"])
 NAMES = {
     "Qwen3-MoE": "Qwen3MoeForCausalLM",
@@ -173,7 +177,7 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_experts(
     [
         ("--ep", "2,4", "--optimizer", "recipe", "train.activation_checkpointing=full"),
         ("--ep", "2", "plugin.name=fsdp-hybrid", "plugin.shard_size=1", "--accumulation", "2"),
-        ("--ep", "2", "adapter.name=lora", "adapter.targets=['*.mix','*.router']"),
+        (*("--ep", "2,4", *ADAPTERS), "--accumulation", "4", "--optimizer", "recipe"),
         ("--ep", "2", "freeze.patterns=['blocks.0.experts.*',head.*]", "--accumulation", "2"),
         ("--ep", "2", *OF_MATRICES, "--accumulation", "2"),
         ("--ep", "2", *IN_STAGES, "--accumulation", "2"),

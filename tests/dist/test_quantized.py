@@ -19,6 +19,8 @@ LORA = ("model.quantize=nf4", "adapter.name=lora", "optim.lr=0.01")
 OF_LLM = (*SMALL, *LORA, "adapter.targets=[query,value,down]")
 OF_LLAMA = ("model.hf=model", *LORA, "adapter.targets=[q_proj,down_proj]", "data.corpus=stdlib")
 OF_LLAMA = (*OF_LLAMA, "data.tokenizer=bytes", "data.seq_len=32", "train.global_batch=8")
+WHOLE_BLOCKS = ("model.args.d_model=128", "model.args.d_hidden=256")
+"""Sizes with which halves of a row have whole blocks of 64."""
 LEVEL = "optim.schedule.name=constant"
 OF_LLAMA = (*OF_LLAMA, "train.micro_batch=2", "train.eval_steps=1", "cluster.procs_per_node=2")
 
@@ -55,8 +57,9 @@ def test_verify_and_exports_of_other_schemes(tuned: Colotrain, scheme: str) -> N
 @pytest.mark.parametrize("method", ["mxfp4", "nf4"])
 def test_verify_and_exports_of_what_is_stored_quantized(colotrain: Colotrain, method: str) -> None:
     folder, words = colotrain.cwd / "model", (*OF_LLAMA, f"model.quantize={method}")
-    if method == "mxfp4":
-        make_chat_directory(folder, "gpt_oss", **GPT_OSS)
+    if method == "mxfp4":  # ranks divide the packed experts, and their adapters
+        make_chat_directory(folder, "gpt_oss", **{**GPT_OSS, "num_local_experts": 4})
+        words = (*words, "mesh.ep=2")
         words = (*words, "adapter.targets=[q_proj]", "adapter.parameters=[gate_up_proj,down_proj]")
     else:
         make_directory("llama", folder, **OF_BYTES)
@@ -89,6 +92,8 @@ def test_verify_and_exports_of_what_is_stored_quantized(colotrain: Colotrain, me
         ("train.precision=fp16",),
         ("mesh.cp=2",),
         ("mesh.pp=2",),
+        ("mesh.tp=2", *WHOLE_BLOCKS),
+        ("mesh.tp=2", *WHOLE_BLOCKS, "model.quantize=int8", "adapter.name=dora"),
         ("adapter.name=dora",),
         ("adapter.name=dora", "adapter.dropout=0.2", "train.activation_checkpointing=full"),
     ],

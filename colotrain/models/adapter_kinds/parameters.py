@@ -2,7 +2,9 @@
 
 A parameter is [experts, inputs, outputs] or [experts, outputs, inputs], or a matrix of one expert.
 While its module computes, the sum of the parameter and the adapter's product stands in its place.
-Shapes, names in files and formulas are those of PEFT's `target_parameters`.
+Shapes, names in files and formulas are those of PEFT's `target_parameters`. PEFT's columns of B go
+through all experts for each rank; here the columns of an expert are neighbours, as its rows of A
+are, so that ranks can divide experts (`mesh.ep`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ PARAMETER_ADAPTER = "lora_of_"
 
 
 class ParameterAdapter(nn.Module):
-    """The matrices of all experts: `rank` rows of A and columns of B are one expert's."""
+    """The matrices of all experts: `rank` rows of A and columns of B, in turn, are one expert's."""
 
     def __init__(
         self,
@@ -31,11 +33,21 @@ class ParameterAdapter(nn.Module):
         like: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.num_experts = shape[0] if len(shape) == 3 else 1
+        num_experts = shape[0] if len(shape) == 3 else 1
+        self.num_dims = len(shape)
         self.rank, self.scale, self.inputs_first = rank, scale, inputs_first
         inputs, outputs = shape[-2:] if inputs_first else shape[:-3:-1]
-        self.lora_A = nn.Linear(inputs, rank * self.num_experts, bias=False, **like)
-        self.lora_B = nn.Linear(rank * self.num_experts, outputs, bias=False, **like)
+        self.lora_A = nn.Linear(inputs, rank * num_experts, bias=False, **like)
+        self.lora_B = nn.Linear(rank * num_experts, outputs, bias=False, **like)
+
+    def dims_beside(self, dim: int | None) -> tuple[int | None, int | None]:
+        """Return the dimensions of A and B that ranks divide who divide `dim` of the parameter."""
+        if dim is None:
+            return None, None
+        if self.num_dims == 3 and dim == 0:
+            return 0, 1
+        is_of_inputs = dim == self.num_dims - (2 if self.inputs_first else 1)
+        return (1, None) if is_of_inputs else (None, 0)
 
     def added(self, parameter: Tensor) -> Tensor:
         """The sum of the parameter and the product of the adapter's matrices."""
@@ -61,11 +73,21 @@ class ParameterAdapter(nn.Module):
 def factors(a: Tensor, b: Tensor, *, rank: int, inputs_first: bool) -> tuple[Tensor, Tensor]:
     """The matrices of each expert whose product has the shape of the parameter.
 
-    A has the rows of the first expert first; B's columns go through the experts for each rank.
+    A has the rows of the first expert first, and B its columns.
     """
     a = a.unflatten(0, (-1, rank))  # [experts, rank, inputs]
-    b = b.unflatten(1, (rank, -1)).permute(2, 0, 1)  # [experts, outputs, rank]
+    b = b.unflatten(1, (-1, rank)).transpose(0, 1)  # [experts, outputs, rank]
     return (a.mT, b.mT) if inputs_first else (b, a)
+
+
+def columns_as_stored(b: Tensor, *, rank: int) -> Tensor:
+    """Return B as PEFT's files have it: the first columns of all experts, then the second."""
+    return b.unflatten(1, (-1, rank)).transpose(1, 2).flatten(1)
+
+
+def columns_of_stored(stored: Tensor, *, rank: int) -> Tensor:
+    """Return B of a file of PEFT's with the columns of each expert side by side."""
+    return stored.unflatten(1, (rank, -1)).transpose(1, 2).flatten(1)
 
 
 def with_product(

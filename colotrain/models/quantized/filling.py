@@ -44,20 +44,22 @@ def _read_weight_(
 ) -> None:
     device = _local(weight.packed.codes).device
     pack = partial(packed_rows, weight, stored, source, device=device)
-    _store_(weight.packed, shards, pack)
+    _store_(weight, weight.packed, shards, pack)
     for tensor in weight.packed:
         shards.release(tensor)
 
 
-def _store_(packed: Packed, shards: Shards, pack: Callable[..., Packed]) -> None:
-    """Store this rank's blocks, which `pack(begin=…, num=…)` returns."""
+def _store_(
+    weight: PackedWeight, packed: Packed, shards: Shards, pack: Callable[..., Packed]
+) -> None:
+    """Store this rank's part of `packed`, of whose rows `pack(begin=…, num=…)` returns blocks."""
     own = Packed(*(_local(tensor) for tensor in packed))
     if not own.codes.numel() or own.codes.is_meta:  # on the meta device: another stage's
         return
-    part = shards.slices(packed.codes)
-    blocks = pack(begin=part[0].start if part else 0, num=len(own.codes))
-    for tensor, values in zip(own, blocks, strict=True):
-        tensor.copy_(values)
+    part, each = shards.slices(packed.codes), weight.blocks_in_row or 1
+    blocks = pack(begin=part[0].start * each if part else 0, num=len(own.codes) * each)
+    for tensor, held, values in zip(own, packed, weight.as_held(blocks), strict=True):
+        tensor.copy_(values[:, shards.slices(held)[1]] if part else values)
 
 
 def packed_rows(
@@ -111,7 +113,7 @@ def packed_part(
     weight: PackedWeight, whole: Tensor, *, begin: int = 0, num: int | None = None
 ) -> Packed:
     """Return blocks of the whole parameter: `num` from the block `begin` on, or all of them."""
-    num = len(weight.packed.codes) if num is None else num
+    num = weight.num_blocks if num is None else num
     block = weight.scheme.block_of(weight.inputs)
     numbers = weight.scheme.numbers(weight.as_rows(whole))[begin * block : (begin + num) * block]
     return weight.scheme.packed(numbers, weight.inputs)
@@ -131,7 +133,7 @@ def packing(model: nn.Module, shards: Shards) -> Shards:
             shards.write(parameter, whole)
             return
         weight, packed = known[id(parameter)]
-        _store_(packed, shards, partial(packed_part, weight, whole))
+        _store_(weight, packed, shards, partial(packed_part, weight, whole))
 
     def read(parameter: Tensor) -> Tensor:
         if id(parameter) not in known:

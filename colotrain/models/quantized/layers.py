@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ from colotrain.models.quantized import experts
 from colotrain.models.quantized.experts import expert_stacks, stacks_of
 from colotrain.models.quantized.schemes import SCHEMES, Packed, Scheme
 from colotrain.models.quantized.weights import PackedWeight, scales_key
+from colotrain.spec.divisions import Divisions
+
+BY_DIM = ("rows", "inputs")
+"""Dimension of a packed matrix → what messages call it."""
 
 
 class QuantizedLinear(PackedLayer, nn.Linear):
@@ -159,6 +164,29 @@ def scales_of(name: str) -> str:
     """Return the name of the scales of a parameter that is held as blocks."""
     module, _, key = name.rpartition(".")
     return f"{module}.{scales_key(key)}"
+
+
+def divide(divisions: Divisions, model: nn.Module) -> Divisions:
+    """Return `divisions` with the scales divided as their codes are, in whole blocks."""
+    dims, sizes, against = dict[str, int | None](), dict(divisions.sizes), divisions.against
+    for name, weight in packed_weights(model).items():
+        dim, block = divisions.dim_of(name), weight.scheme.block
+        if dim is None:
+            continue
+        size, num = weight.shape[dim], weight.num_in_blocks
+        if dim and len(weight.shape) == 3:
+            against = against or f"{name} is packed by rows of each expert"
+        elif dim == 1:
+            num = block or 1
+            dims[scales_of(name)] = None if block is None else 1  # int8 has a scale for a row
+        else:
+            dims[scales_of(name)] = 0
+        if size % num:
+            against = against or f"{name} has {size} {BY_DIM[dim]}, no whole blocks of {block}"
+        elif num > 1:
+            key = f"blocks of {num} {BY_DIM[dim]} of {name.split('.')[-2]}"
+            sizes[key] = math.gcd(sizes.get(key, 0), size // num)
+    return replace(divisions, dims={**dims, **divisions.dims}, sizes=sizes, against=against)
 
 
 def num_weights(model: nn.Module) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +22,9 @@ SCALES = "absmax"
 class PackedWeight:
     """A frozen weight [outputs, inputs], or a stack of those of all experts, held as blocks.
 
-    The codes have the parameter's own name in the module. A stack is packed as the matrix of all
+    The codes have the parameter's own name in the module: [rows, bytes] where a matrix has whole
+    blocks in each row, so that ranks can divide rows or columns (`mesh.tp`), else [blocks, bytes];
+    and so have the scales. A stack is packed as the matrix of all
     experts' rows [experts × outputs, inputs], also where the model has it as [experts, inputs,
     outputs].
     """
@@ -31,7 +34,7 @@ class PackedWeight:
     """Name of the parameter in the module."""
     scheme: Scheme
     shape: tuple[int, ...]
-    """Shape of the parameter before it was packed."""
+    """Shape of the whole parameter before it was packed; ranks may have the blocks of a part."""
     is_transposed: bool = False
     """Whether the parameter is [experts, inputs, outputs]."""
     dtype: torch.dtype
@@ -70,16 +73,66 @@ class PackedWeight:
         stack = rows.view(-1, self.rows_each, self.inputs)
         return stack.mT if self.is_transposed else stack
 
+    @property
+    def blocks_in_row(self) -> int | None:
+        """Blocks of a row, where codes and scales are held row by row; None: block by block."""
+        width, block = self.scheme.width_of(self.inputs), self.scheme.block_of(self.inputs)
+        return width // block if len(self.shape) == 2 and width % block == 0 else None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole parameter."""
+        numbers = self.num_rows * self.scheme.width_of(self.inputs)
+        return -(-numbers // self.scheme.block_of(self.inputs))
+
+    def as_held(self, blocks: Packed) -> Packed:
+        """Return blocks of whole rows as the module has them."""
+        each = self.blocks_in_row
+        if each is None:
+            return blocks
+        return Packed(*(tensor.reshape(-1, each * tensor.shape[1]) for tensor in blocks))
+
+    def blocks_of(self, packed: Packed) -> Packed:
+        """Return the blocks [blocks, bytes] of what the module has; int8's are a rank's columns."""
+        if self.blocks_in_row is None or self.scheme.block is None:
+            return packed
+        num_bytes = self.scheme.block * self.scheme.code_bits // 8, self.scheme.scale_bytes
+        held = zip(packed, num_bytes, strict=True)
+        return Packed(*(tensor.reshape(-1, each) for tensor, each in held))
+
+    def inputs_in(self, packed: Packed) -> int:
+        """Return how many of the inputs the codes of rows stand for: all of them, or a rank's."""
+        if self.blocks_in_row is None:
+            return self.inputs
+        return min(packed.codes.shape[1] * 8 // self.scheme.code_bits, self.inputs)
+
+    def num_rows_in(self, packed: Packed) -> int:
+        """Return how many rows blocks stand for: all of them, or those of a rank's entries."""
+        if self.blocks_in_row is not None:
+            return len(packed.codes)
+        numbers = len(packed.codes) * self.scheme.block_of(self.inputs)
+        return min(numbers // self.scheme.width_of(self.inputs), self.num_rows)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of dimension 0 whose blocks the module holds."""
+        return self.num_rows_in(self.packed) // self.rows_each
+
+    @property
+    def num_in_blocks(self) -> int:
+        """Return how many neighbouring entries of dimension 0 have whole blocks, at the least."""
+        block = self.scheme.block_of(self.inputs)
+        return block // math.gcd(block, self.rows_each * self.scheme.width_of(self.inputs))
+
     def whole(self, dtype: torch.dtype | None = None, packed: Packed | None = None) -> Tensor:
-        """Return the parameter that the blocks stand for."""
-        found = unpacked(
-            self.scheme, packed or self.packed, self.num_rows, self.inputs, dtype or self.dtype
-        )
-        return self.of_rows(found)
+        """Return the parameter that the blocks stand for, or the part of a rank's blocks."""
+        packed = packed or self.packed
+        sizes, blocks = (self.num_rows_in(packed), self.inputs_in(packed)), self.blocks_of(packed)
+        return self.of_rows(unpacked(self.scheme, blocks, *sizes, dtype or self.dtype))
 
     def entries(self, packed: Packed, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return entries of dimension 0, for which no other blocks than theirs are unpacked."""
-        if (start, end) == (0, self.shape[0]):
+        if (start, end) == (0, self.num_rows_in(packed) // self.rows_each):
             return self.whole(dtype, packed)
         width, block = self.scheme.width_of(self.inputs), self.scheme.block_of(self.inputs)
         numbers = self.rows_each * width
@@ -92,7 +145,9 @@ class PackedWeight:
     def hold_blocks_(self) -> None:
         """Put empty codes and scales in the parameter's place."""
         device = self.module._parameters[self.key].device
-        shapes = self.scheme.shapes(self.num_rows, self.inputs)
+        shapes: Sequence[tuple[int, int]] = self.scheme.shapes(self.num_rows, self.inputs)
+        if (each := self.blocks_in_row) is not None:
+            shapes = [(self.num_rows, each * num_bytes) for _, num_bytes in shapes]
         for key, shape in zip((self.key, self.scales_key), shapes, strict=True):
             empty = torch.empty(shape, dtype=torch.uint8, device=device)
             self.module.register_parameter(key, nn.Parameter(empty, requires_grad=False))

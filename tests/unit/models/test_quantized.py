@@ -222,7 +222,6 @@ def test_what_is_packed_cannot_train() -> None:
     [
         ("adapter.name=null", "adapter.name"),
         ("model.target=mine:Model", "model.target"),
-        ("mesh.tp=2", "mesh.tp"),
         ("train.compile=true", "train.compile"),
     ],
 )
