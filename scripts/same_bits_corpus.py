@@ -136,11 +136,9 @@ PLAIN_PLUGIN = (
 )
 """What a resume resets where it changes plugin and ranks."""
 OF_MATRICES = ("tp2", "tokens2", "dp2tp2", "tp2cp2")
-OF_STAGES = ("pp2", "interleaved", "dp2pp2")
 EXCLUDED: tuple[tuple[Words, Words, str], ...] = (
     (("hybrid",), ("one", "tp2", "tokens2", "pp2", "interleaved"), "one rank has all of the model"),
     (("muon", "adafactor"), OF_MATRICES, "they need whole matrices"),
-    (("disk",), OF_STAGES, "stages keep all on the device"),
 )
 """Values that exclude one another: these pairs would be refused."""
 

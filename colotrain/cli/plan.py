@@ -17,7 +17,7 @@ from colotrain.events.view import summary, unit_of
 from colotrain.planner import offload
 from colotrain.planner.advise import best, every, largest_micro_batch, other_meshes, rank
 from colotrain.planner.communication import traffic
-from colotrain.planner.context import Option
+from colotrain.planner.context import Option, PlanningContext
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import non_model_bytes
@@ -30,7 +30,6 @@ from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan
 from colotrain.spec.plugins import ROWS
-from colotrain.spec.survey import Trace
 
 NOT_TRACED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
@@ -145,7 +144,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
         "activation_checkpointing": recompute,
         "checkpoint": to_plain(plan.checkpoint),
         "memory_copy": to_plain(plan.elastic.memory_copy),
-        **_groups(resolved, layout, trace),
+        **_groups(resolved),
         "alternatives": [_shown(option, plan.cluster) for option in options],
         "warnings": [*plan.warnings, *_warnings(resolved)],
     }
@@ -156,22 +155,27 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
     return document
 
 
-def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> dict[str, Any]:
+def _groups(resolved: ResolvedConfig) -> dict[str, Any]:
     """Return gemini's groups and the tiers of their bytes; empty for other plugins."""
-    plan, survey = resolved.plan, resolved.survey
+    plan = resolved.plan
     if plan.plugin.chunk_bytes is None:
         return {}
-    return {
-        "groups": offload.describe_groups(plan.plugin, survey),
-        "tiers": offload.describe_tiers(
-            plan.plugin,
-            survey,
-            plan.optim,
-            plan.cluster.device,
-            transient=non_model_bytes(layout, survey, trace),
-            micro_batches=plan.batch.accumulation_steps,
-        ),
-    }
+    groups = offload.describe_groups(plan.plugin, resolved.survey)
+    return {"groups": groups, "tiers": _tiers(plan, resolved.context)}
+
+
+def _tiers(plan: RunPlan, own: PlanningContext) -> dict[str, Any]:
+    """Return the tiers of the bytes of the stage of `own`, under gemini."""
+    layout, survey = own.layout(plan.plugin), own.stage.survey
+    trace = own.stage.traces(plan.train.activation_checkpointing, layout.micro_batch)
+    return offload.describe_tiers(
+        plan.plugin,
+        survey,
+        plan.optim,
+        plan.cluster.device,
+        transient=non_model_bytes(layout, survey, trace),
+        micro_batches=plan.batch.accumulation_steps,
+    )
 
 
 def memory_of(breakdown: MemoryBreakdown, peak: PeakRange, cluster: ClusterPlan) -> dict[str, Any]:
@@ -316,13 +320,14 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
 def stages_of(resolved: ResolvedConfig) -> dict[str, Any]:
     """Return the stages of the plan: blocks, memory, bytes sent, the part of a step they wait."""
     plan, context = resolved.plan, resolved.context
-    mesh = plan.mesh
+    mesh, is_packed = plan.mesh, plan.plugin.chunk_bytes is not None
     chunks = [[last + 1 - first for first, last in mesh.blocks_of(s)] for s in range(mesh.pp)]
     return {
         "blocks": [sum(each) for each in chunks],
         **({"chunks": chunks} if mesh.pp_chunks > 1 else {}),
-        "peaks": [own.own_option(plan.plugin).memory.total for own in context.of_stages()],
+        "peaks": [memory.total for memory in plan.stage_memory],
         "sent_bytes": [sum(own.layout(plan.plugin).passed_bytes) for own in context.of_stages()],
         "waits": list(plan.time.waits),
         "bubble": bubble(mesh.pp, plan.batch.accumulation_steps, mesh.pp_chunks),
+        **({"tiers": [_tiers(plan, own) for own in context.of_stages()]} if is_packed else {}),
     }

@@ -200,8 +200,9 @@ def _checkpoints(checkpoint: CheckpointPlan, train: TrainPlan) -> str:
 
 
 def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield gemini's rows: groups with their padding, and bytes per tier."""
+    """Yield gemini's rows: groups with their padding, and bytes per tier, of each stage."""
     groups, tiers = document.get("groups"), document.get("tiers")
+    stages = document.get("pipeline", {}).get("tiers") or [tiers]
     if groups:
         sizes = " to ".join(format_size(n) for n in sorted({groups["smallest"], groups["largest"]}))
         chunk, rest = format_size(groups["chunk_bytes"]), format_size(groups["rest"])
@@ -209,10 +210,14 @@ def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
         unused = f"buffers {groups['unused_share']:.0%} unused"
         text = f"{groups['count']} of {sizes} (chunk size {chunk}), and the rest, {rest}"
         yield "groups", f"{text}; {unused}, {padding}"
-    for kind, sizes in (tiers["bytes"] if tiers else {}).items():
-        yield kind, ", ".join(f"{format_size(n)} on {tier}" for tier, n in sizes.items())
+    for kind in tiers["bytes"] if tiers else ():
+        yield kind, " | ".join(_in_tiers(stage["bytes"][kind]) for stage in stages)
     if tiers and tiers["moved_bytes"]:
         yield "moved", f"{format_size(tiers['moved_bytes'])} per step and rank between tiers"
+
+
+def _in_tiers(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{format_size(n)} on {tier}" for tier, n in sizes.items()) or "none"
 
 
 def _freeze_table(document: dict[str, Any]) -> Table:

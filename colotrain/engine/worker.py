@@ -53,7 +53,7 @@ from colotrain.models.facts import facts_of
 from colotrain.models.loading import COMPILED, build
 from colotrain.models.objective import attach_
 from colotrain.rundir import RunDir
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, EP, PP
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, EP, PP, STAGE
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
@@ -259,5 +259,5 @@ def announce(run: Run, attempt: int) -> None:
     run.events.write(started)
     if run.rank == 0:
         run.events.write(describe_parameters(run.sharded.module, stage.holders))
-        if run.tiers is not None:
-            run.events.write(run.tiers.policy.describe(run.step))
+    if run.tiers is not None and run.plan.ranks.is_first(run.rank, *STAGE):
+        run.events.write(run.tiers.policy.describe(run.step))

@@ -89,8 +89,10 @@ def with_own_folder(plan: PluginPlan, asked: Plugin, context: PlanningContext) -
     scale = context.scale
     budget = find_budget(asked, scale, context.machine, with_disk=True)
     lowered = replace(plan, budget=budget)
-    _, placement, _ = predict(lowered, context.stage.survey, context.optim, scale.device)
-    has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
+    if budget is None:
+        return lowered
+    placed = (predict(lowered, s.survey, context.optim, scale.device)[1] for s in context.stages)
+    has_room = all(placement.need["disk"] <= budget.disk_bytes for placement in placed)
     return lowered if has_room else plan
 
 
@@ -187,9 +189,14 @@ def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem
     """
     if plugin.budget is None:
         return
-    asked, scale, survey = context.settings.plugin, context.scale, context.stage.survey
-    sizes, placement, _ = predict(plugin, survey, context.optim, scale.device, safety=SAFETY)
-    top, least = placement.top, least_bytes(sizes, plugin)
+    asked, scale = context.settings.plugin, context.scale
+    of_stages = [
+        predict(plugin, stage.survey, context.optim, scale.device, safety=SAFETY)
+        for stage in context.stages
+    ]
+    top = of_stages[0][1].top
+    least = max(least_bytes(sizes, plugin) for sizes, *_ in of_stages)
+    on_disk = max(placement.need["disk"] for _, placement, _ in of_stages)
     room = plugin.budget.room(top)
     if room < least and getattr(asked.budget, top) != "auto":
         expected = f"at least {format_size(least)} for the largest group at work"
@@ -198,7 +205,7 @@ def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem
             key=f"plugin.budget.{top}", value=format_size(room), expected=expected, fix=fix
         )
     if _names_folder(asked) or asked.budget.disk != "auto":
-        yield from _check_space(plugin.budget, placement.need["disk"], scale)
+        yield from _check_space(plugin.budget, on_disk, scale)
 
 
 def _check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:

@@ -92,8 +92,6 @@ def plan_plugin(
         survey = max(surveys, key=lambda survey: sum(p.numel for p in survey.parameters))
         units = units_of(survey.parameters, split=split)
         chunk_bytes = choose_chunk_bytes(units, state_bytes=_state_bytes(survey, scale))
-    # no tiers under pipeline stages, whose placements would differ
-    has_tiers = row.packed and scale.mesh.pp == 1
     plan = PluginPlan(
         name=name,
         reason=reason,
@@ -103,9 +101,9 @@ def plan_plugin(
         chunk_bytes=chunk_bytes,
         split_blocks=row.packed and split,
         reshard_overrides={module: bool(o["reshard"]) for module, o in asked.overrides.items()},
-        budget=find_budget(asked, scale, context.machine) if has_tiers else None,
+        budget=find_budget(asked, scale, context.machine) if row.packed else None,
     )
-    return with_own_folder(plan, asked, context) if has_tiers else plan
+    return with_own_folder(plan, asked, context) if row.packed else plan
 
 
 def can_split(train: TrainPlan) -> bool:

@@ -51,6 +51,7 @@ from colotrain.rundir import run_name
 from colotrain.spec.batch import endless_evaluation, no_best
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan, Recovery
 from colotrain.spec.hub import hub_name
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
@@ -216,6 +217,12 @@ def planning_context(
     )
 
 
+def _of_stages(context: PlanningContext, plugin: PluginPlan) -> tuple[MemoryBreakdown, ...]:
+    """Memory of a rank of each pipeline stage; nothing where there is one."""
+    stages = context.of_stages() if context.scale.mesh.pp > 1 else []
+    return tuple(own.own_option(plugin).memory for own in stages)
+
+
 def assemble(context: PlanningContext, steps: Steps, plugin: PluginPlan, option: Option) -> RunPlan:
     """The plan, without a name; raises `ConfigError` where its memory has no room.
 
@@ -247,6 +254,7 @@ def assemble(context: PlanningContext, steps: Steps, plugin: PluginPlan, option:
         observe=context.observe,
         parameters=count(context.survey),
         memory=option.memory,
+        stage_memory=_of_stages(context, plugin),
         peak=option.peak,
         memory_shape=context.shape(plugin),
         time=option.time,

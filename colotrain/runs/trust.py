@@ -31,7 +31,8 @@ TEXT = r"(?s:.*)"
 NOTHING = r"(?!)"
 ALLOWED = {
     **dict.fromkeys(("schema", "world_size", "batch", "accumulate", "smoke"), WORDS),
-    **dict.fromkeys(("parameters", "memory", "peak", "time", "flops_per_token"), WORDS),
+    "flops_per_token": WORDS,
+    **dict.fromkeys(("parameters", "memory", "stage_memory", "peak", "time"), WORDS),
     **dict.fromkeys(("recipe", "memory_shape", "warnings"), TEXT),
     "name": r"\w[\w.-]*",
     "plugin": TEXT,

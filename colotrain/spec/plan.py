@@ -474,6 +474,8 @@ class RunPlan:
     parameters: ParameterCounts
     memory: MemoryBreakdown
     peak: PeakRange = field(default_factory=PeakRange)
+    stage_memory: tuple[MemoryBreakdown, ...] = ()
+    """Memory of a rank of each pipeline stage, of which `memory` is the most."""
     memory_shape: str = ""
     """Key under which the measured peak is stored for later plans of the same shape."""
     flops_per_token: float

@@ -84,7 +84,6 @@ OF_FILES: dict[str, Any] = {
 """Settings that say how samples are made of files."""
 NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
-ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
 
@@ -195,7 +194,6 @@ RULES: tuple[Rule, ...] = (
         ("1f1b",),
         "the first layer divides the tokens, and is not called where another chunk runs",
     ),
-    *rules("mesh.pp>1", dict.fromkeys(ON_DEVICE, "auto"), "stages keep all on the device"),
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from colotrain.runs.resolving import plan_from
+from colotrain.verify.compare import Tolerance
+from colotrain.verify.runner import verify
 from tests.checkpoints import read_whole
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_contracts import watched
@@ -61,6 +64,12 @@ def tiers(colotrain: Colotrain, name: str) -> list[dict[str, Any]]:
     return [e.fields for e in colotrain.events(name) if e.kind == "tiers" and e.rank == 0]
 
 
+def assert_all_on_disk(colotrain: Colotrain, name: str) -> None:
+    for placed in (e.fields for e in colotrain.events(name) if e.kind == "tiers"):
+        for kind, sizes in placed["bytes"].items():
+            assert set(sizes) <= {"disk"}, kind
+
+
 def last_state(colotrain: Colotrain, name: str, step: int) -> dict[str, torch.Tensor]:
     state = read_whole(colotrain.rundir(name).checkpoint(step))
     return {name: tensor for name, tensor in state.items() if not name.startswith("rng")}
@@ -87,9 +96,7 @@ def test_a_run_from_disk_is_bit_identical_to_one_in_memory(colotrain: Colotrain,
     ]
     assert len(records[0]) == 2
     assert records[0] == records[1]
-    for placed in tiers(colotrain, "disk"):
-        for kind, sizes in placed["bytes"].items():
-            assert set(sizes) <= {"disk"}, kind
+    assert_all_on_disk(colotrain, "disk")
     assert disk["memory"]["tiers"]["parameters"].keys() == {"disk"}
     assert list((colotrain.cwd / "disk").iterdir()) == []
 
@@ -216,3 +223,86 @@ def test_with_room_for_everything_nothing_is_placed_lower(colotrain: Colotrain) 
     summary = colotrain.run(*BASE, folder, "name=roomy", "plugin.budget.host=2GiB")
     assert {t for sizes in summary["memory"]["tiers"].values() for t in sizes} == {"host"}
     assert not (colotrain.cwd / "disk").exists()
+
+
+STAGES = (
+    *("mesh.pp=2", "model.args.num_layers=4", "train.grad_clip=0.1"),
+    *("optim.schedule.name=constant", "plugin=gemini", "train.max_steps=4"),
+)
+STAGED = {
+    "tied": ("model.args.tie_embeddings=true",),
+    "a frozen stage": ("freeze.patterns=[embed*,blocks.0.*,blocks.1.*]", "mesh.pp_split=[2,2]"),
+    "interleaved, unfreezing, two ranks each": (
+        *("mesh.pp_schedule=interleaved", "cluster.procs_per_node=4", "train.micro_batch=1"),
+        *("freeze.patterns=[embed*,blocks.0.*]", "freeze.unfreeze={2:[embed*]}"),
+        "train.eval_every=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", representatives(STAGED, kept=["tied"]))
+def test_stages_from_disk_equal_one_process(
+    case: str, colotrain: Colotrain, tmp_path: Path
+) -> None:
+    words = (*SMALL, *STAGES, *STAGED[case], *on_disk(colotrain), "checkpoint.every=0")
+    (result,) = verify([plan_from(words)], tmp_path, tolerance=Tolerance(parameter=1e-5))
+    assert result.passed, result.difference
+
+
+@pytest.mark.parametrize("case", representatives(STAGED, kept=["a frozen stage"]))
+def test_stages_from_disk_go_on_as_in_memory(case: str, colotrain: Colotrain) -> None:
+    words = (*SMALL, *STAGES, *STAGED[case], "observe.grads_every=2")
+    memory = colotrain.run(*words, "name=memory")
+    colotrain.run(*words, *on_disk(colotrain), "name=disk", "train.max_steps=2")
+    document = json.loads(colotrain("plan", *words, *on_disk(colotrain), "--json").out)
+    planned = [stage["bytes"] for stage in document["pipeline"]["tiers"]]
+    begun = [e.fields["bytes"] for e in colotrain.events("disk") if e.kind == "tiers"]
+    assert all(placed in planned for placed in begun)
+    assert len(begun) == 4
+    disk = colotrain.resume("disk", "train.max_steps=4")
+    assert losses(disk) == losses(memory)
+    assert disk["optimizer_steps"] == memory["optimizer_steps"] == 4
+    assert_same_state(colotrain, "disk", "memory")
+    records = [
+        [e.fields for e in colotrain.events(name) if e.kind == "gradients"]
+        for name in ("memory", "disk")
+    ]
+    assert records[0] == records[1]
+    assert_all_on_disk(colotrain, "disk")
+
+
+GROWS_ON_THE_LAST = """
+from pathlib import Path
+
+import torch
+from colotrain.engine.gradients.gradients import read
+
+held = []
+
+def on_gradients(model, step):
+    views = [(view.name, view.full().double().sum().item()) for view in read(model)]
+    if torch.distributed.get_rank() == 0:
+        with Path(__file__).with_suffix(".txt").open("a") as file:
+            print(step, views, file=file)
+    elif step == 2:
+        held.append(torch.ones(300 << 20))
+"""
+
+
+def test_a_stage_that_runs_short_lowers_its_own_alone(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "grows_on_the_last.py").write_text(GROWS_ON_THE_LAST)
+    folder = f"plugin.disk_path={colotrain.cwd / 'disk'}"
+    always = (*SMALL, *STAGES, "train.on_gradients=grows_on_the_last:on_gradients")
+    roomy = colotrain.run(*always, "name=roomy")
+    short = colotrain.run(*always, "name=short", folder, "plugin.budget.host=1GiB")
+    assert losses(short) == losses(roomy)
+    lines = (colotrain.cwd / "grows_on_the_last.txt").read_text().splitlines()
+    assert lines[:4] == lines[4:]
+    assert len(lines) == 8
+    placed = {
+        rank: [e for e in colotrain.events("short") if e.kind == "tiers" and e.rank == rank]
+        for rank in (0, 1)
+    }
+    assert {tier for e in placed[0] for n in e.fields["bytes"].values() for tier in n} == {"host"}
+    assert set(placed[1][-1].fields["bytes"]["optimizer"]) == {"disk"}
+    assert_same_state(colotrain, "short", "roomy")

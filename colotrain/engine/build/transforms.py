@@ -207,8 +207,9 @@ def shard(build: Build) -> None:
     for group in build.divided:
         group.connect_(comms[group.axis], comms.device)
     if plan.plugin.budget is not None:
-        sizes = measure_bytes(model, build.groups, plan, state_per_row(plan.optim))
-        build.tiers = Tiers(plan, build.rundir, sizes, estimate_non_model_bytes(plan, sizes))
+        sizes = measure_bytes(model, build.groups, plan, state_per_row(plan.optim), stage=stage)
+        estimate = estimate_non_model_bytes(plan, sizes, stage)
+        build.tiers = Tiers(plan, build.rundir, sizes, estimate, stage)
     offloads = build.tiers.policy.offloads if build.tiers else lambda index: False
     build.sharded = shard_(
         model,

@@ -11,6 +11,7 @@ from torch import nn
 from colotrain import module_tree
 from colotrain.engine.model.freezing import names_of
 from colotrain.engine.model.probes import memory_now
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.spec.offload import (
     Declared,
     GroupBytes,
@@ -26,21 +27,28 @@ Modules = list[tuple[str, list[nn.Module]]]
 
 
 def measure_bytes(
-    model: nn.Module, groups: Modules, plan: RunPlan, state_per_row: StatePerRow
+    model: nn.Module,
+    groups: Modules,
+    plan: RunPlan,
+    state_per_row: StatePerRow,
+    *,
+    stage: Stage | None = None,
 ) -> list[GroupBytes]:
-    """Return the bytes of each group per rank, the root group's last.
+    """Return the bytes of each group per rank of a pipeline stage, the root group's last.
 
     Gradients and optimizer state count for every parameter that trains now or is unfrozen later.
-    The result is the same on every rank, because shards are counted with the padding that makes
-    them equal.
+    The result is the same on every rank of the stage, because shards are counted with the padding
+    that makes them equal.
     """
-    names = names_of(model)
+    names, stage = names_of(model), stage or Stage()
     sizes = []
     for name, modules in [*groups, ("", [model])]:
         declared = []
         for parameter in (p for module in modules for p in module_tree.parameters(module)):
             known_as = names.pop(parameter, None)
             if known_as is None:  # counted with a group inside this one already
+                continue
+            if not stage.holds(known_as[0]):
                 continue
             trains = parameter.requires_grad or plan.freeze.unfreezes(known_as)
             shape, itemsize = tuple(parameter.shape), parameter.itemsize
@@ -50,13 +58,15 @@ def measure_bytes(
     return sizes
 
 
-def estimate_non_model_bytes(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
+def estimate_non_model_bytes(
+    plan: RunPlan, sizes: Sequence[GroupBytes], stage: Stage
+) -> NonModelBytes:
     """Estimate what else a rank needs, before any step was measured. All ranks must call.
 
     On CUDA the plan has it, unless the model could not be traced. Parameters are not moved after
     this first estimate there, so that it must be neither too small nor much too large.
     """
-    planned = plan.memory
+    planned = plan.stage_memory[stage.index] if plan.stage_memory else plan.memory
     if plan.cluster.device != "cpu" and planned.activations:
         compute = planned.activations + planned.gathered
         return with_margin(NonModelBytes(compute=compute, update=0))

@@ -1,8 +1,9 @@
 """Moves parameters, gradients and optimizer state between device, host and disk, group by group.
 
-`PlacementPolicy` decides, the same on every rank; this module carries the decision out. Tensors
-on disk lie in mapped memory (`disk.Region`) and training works on these very tensors, so no other
-module has to know. Pages are read before they are used, then written back and dropped.
+`PlacementPolicy` decides, the same on every rank of a pipeline stage; this module carries the
+decision out. Tensors on disk lie in mapped memory (`disk.Region`) and training works on these very
+tensors, so no other module has to know. Pages are read before they are used, then written back and
+dropped.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from colotrain.engine.offload.blocks import Block, Window, allocate
 from colotrain.engine.offload.disk import ALIGNMENT, DiskStore, return_free_memory, whole_pages
 from colotrain.engine.offload.group_storage import GroupStorage, take
 from colotrain.engine.offload.transfers import GatherPrefetch, Transfers
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.sharding.fsdp_internals import (
     ReducedOnDevice,
     as_strided_in,
@@ -56,13 +58,20 @@ TENSORS_OF_STATE = 4
 
 
 class Tiers:
-    """The tiers of a sharded model. Every placement is the same on all ranks."""
+    """The tiers of a sharded model. The ranks of a pipeline stage have the same placement."""
 
     def __init__(
-        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], estimate: NonModelBytes
+        self,
+        plan: RunPlan,
+        rundir: RunDir,
+        sizes: list[GroupBytes],
+        estimate: NonModelBytes,
+        stage: Stage,
     ) -> None:
-        self.policy = PlacementPolicy(plan, sizes, estimate)
+        self.policy = PlacementPolicy(plan, sizes, estimate, stage)
         self.rundir = rundir
+        self.streams = exchange.is_any(self.placement.streams)
+        """Whether any rank stores anything below the top tier: all then update group by group."""
         self.storages: list[GroupStorage] = []
         self.shared_params: SharedParameters | None = None
         self.norms: dict[str, Tensor] = {}
@@ -86,13 +95,14 @@ class Tiers:
         """Place groups anew from what the last forward and backward needed. All ranks must call.
 
         The first call may move anything up or down, later calls only down. Returns whether the
-        placement changed.
+        placement of this rank's stage changed.
         """
         wanted = self.policy.measure(
             has_state=optimizer.steps > 0, gather_bytes=self._shared_gather_bytes
         )
         self._reserve_on_all_ranks(wanted)
         changed = self.policy.adopt(wanted)
+        self.streams = exchange.is_any(self.placement.streams)
         self._move(optimizer)
         return changed
 
@@ -281,10 +291,13 @@ class Tiers:
 
 
 class PlacementPolicy:
-    """The placement of all groups, the same on all ranks, and when to decide it anew."""
+    """The placement of a stage's groups, the same on its ranks, and when to decide it anew."""
 
-    def __init__(self, plan: RunPlan, sizes: list[GroupBytes], estimate: NonModelBytes) -> None:
+    def __init__(
+        self, plan: RunPlan, sizes: list[GroupBytes], estimate: NonModelBytes, stage: Stage
+    ) -> None:
         assert plan.plugin.budget is not None
+        self.stage = stage
         self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
         self.device = plan.cluster.device
         self.non_model = estimate
@@ -292,6 +305,8 @@ class PlacementPolicy:
         self.top = self.placement.top
         self.measured, self.cannot_offload_more = False, False
         self.over_limit = self.freed_at_begin = True
+        self.is_short = False
+        """Whether a rank of this stage used more than its budget; at first its own answer."""
 
     def _place(self) -> Placement:
         return place(self.sizes, self.budget, self.non_model, device=self.device)
@@ -313,23 +328,26 @@ class PlacementPolicy:
 
     def exceeds_budget(self) -> bool:
         """Whether this rank used more than its budget, not counting freed memory that it kept."""
-        if self.cannot_offload_more:
-            return False
-        self.over_limit = not self.measured or memory_now()[1] > self._limit
-        return self.over_limit and self.freed_at_begin
+        self.is_short = False
+        if not self.cannot_offload_more:
+            self.over_limit = not self.measured or memory_now()[1] > self._limit
+            self.is_short = self.over_limit and self.freed_at_begin
+        return self.is_short
 
     def measure(self, *, has_state: bool, gather_bytes: Callable[[Placement], int]) -> Placement:
         """Return the placement for what the last step needed; all ranks must call, then `adopt`.
 
-        The first call may move anything up or down, later calls only down. `has_state` tells
-        whether the optimizer has made its state, `gather_bytes` what a placement needs in addition
-        to gather parameters that ranks share now.
+        The first call may move anything up or down, later calls only down, and nothing on a stage
+        of which no rank was short. `has_state` tells whether the optimizer has made its state,
+        `gather_bytes` what a placement needs in addition to gather parameters that ranks share now.
         """
         now, peak = held_now(), memory_now()[1]
         model = self._resident(has_state=has_state)
-        mine = torch.tensor([peak - model, now - model], dtype=torch.int64, device=self.device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
+        *most, short = self._most_in_stage(peak - model, now - model, self.is_short)
+        self.is_short = bool(short)
+        if not self.is_short:
+            return self.placement
+        compute, update = (int(n * (1 + MARGIN)) for n in most)
         self.non_model = NonModelBytes(compute=compute, update=update)
         if more := gather_bytes(self._place()):
             self.non_model = NonModelBytes(compute=compute + more, update=update)
@@ -340,10 +358,20 @@ class PlacementPolicy:
             wanted = with_parameters_of(wanted, self.placement)
         return wanted
 
+    def _most_in_stage(self, *values: int) -> list[int]:
+        """Return the largest of each number, or 0, on the ranks of this stage. All must call."""
+        table = torch.zeros(self.stage.count, len(values), dtype=torch.int64)
+        table[self.stage.index] = torch.tensor(values)
+        table = table.clamp(min=0).to(self.device)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        found: list[int] = table[self.stage.index].tolist()
+        return found
+
     def adopt(self, wanted: Placement) -> bool:
         """Use `wanted` from now on; returns whether it differs from the placement before."""
         changed = wanted.groups != self.placement.groups
-        self.cannot_offload_more = self.measured and not changed
+        if self.measured and self.is_short and not changed:
+            self.cannot_offload_more = True
         self.placement, self.measured = wanted, True
         return changed
 

@@ -177,7 +177,7 @@ class ShardOptimizer:
     @property
     def streams(self) -> bool:
         """Whether the update goes group by group. Stored gradients are then not scaled in place."""
-        return self.tiers is not None and self.tiers.placement.streams
+        return self.tiers is not None and self.tiers.streams
 
     def drop(self, names: Iterable[str]) -> None:
         """Stop training parameters, and drop their optimizer state."""
@@ -214,7 +214,7 @@ class ShardOptimizer:
 
     def _groups_to_update(self) -> Iterable[list[str]]:
         """Return the names to update together: all at once, or group by group."""
-        if self.tiers is not None and self.streams:
+        if self.tiers is not None and self.streams and self.shards:  # else there is one visit, too
             return self.tiers.stream_updates(self)
         return [list(self.shards)]
 

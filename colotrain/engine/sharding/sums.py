@@ -60,13 +60,19 @@ def _sum_over_(group: TensorGroup, sharded: ShardedModel) -> None:
 @torch.no_grad()
 def sum_tied_(sharded: ShardedModel) -> None:
     """Sum the gradients of parameters that two stages hold, once a step. All ranks must call."""
-    named = sharded.trained() if sharded.stage.count > 1 else {}
+    named, device = sharded.trained() if sharded.stage.count > 1 else {}, sharded.comms.device
     for name, parameter in named.items():
         if len(sharded.parts[name].stages) > 1:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             sharded.norms.pop(name, None)
-            sharded.stage.sum_shared_(name, local_part(parameter.grad))
+            own = local_part(parameter.grad)
+            if own.device.type != device:  # in a tier of the host, copied there by a GPU
+                torch.accelerator.synchronize()
+            summed = own.to(device)
+            sharded.stage.sum_shared_(name, summed)
+            if summed is not own:
+                own.copy_(summed)
 
 
 @torch.no_grad()

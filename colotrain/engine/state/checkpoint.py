@@ -70,7 +70,7 @@ def save(run: Run) -> None:
     run.at(Phase.CHECKPOINT)
     sources.tell_changed_files(run)
     # tensors on disk are not copied to memory but written before training continues
-    background = run.tiers is None or not run.tiers.placement.streams
+    background = not run.optimizer.streams
     run.saver.begin(state_of(run), background=background)
     run.saver.saved_step = run.step
 
@@ -119,7 +119,7 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
     run.at(Phase.MEMORY_COPY)
     started = time.perf_counter()
     try:
-        if run.tiers is not None and run.tiers.placement.streams:
+        if run.optimizer.streams:
             raise OSError("the state is on disk (plugin=gemini)")
         state = held(run)
         if copies.parts.keys() != state.keys():

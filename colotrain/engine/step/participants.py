@@ -149,7 +149,8 @@ class Placement(Participant):
         if tiers is None or not agreed["short_of_memory"]:
             return
         before, run.phase = run.phase, Phase.PLACEMENT
-        first = not tiers.policy.measured
+        policy, tells = tiers.policy, run.plan.ranks.is_first(run.rank, *STAGE)
+        first, was_at_end = not policy.measured, policy.cannot_offload_more
         run.saver.before_update()  # the save may read from tensors that move
         try:
             changed = tiers.update_placement(run.optimizer)
@@ -159,9 +160,9 @@ class Placement(Participant):
                 checkpoint.finish_saving(run)
             raise
         run.phase = before
-        if run.rank == 0 and (changed or first):
-            run.events.write(tiers.policy.describe(run.step))
-        if run.rank == 0 and tiers.policy.cannot_offload_more:
+        if tells and (changed or first):
+            run.events.write(policy.describe(run.step))
+        if tells and policy.cannot_offload_more and not was_at_end:
             text = "plugin.budget is exceeded, and nothing is left that could go to a lower tier"
             run.events.write(Note(text=f"step {run.step + 1}: {text}"))
 
