@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, UsageError, suggest
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.quantized.experts import expert_stacks
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import ModelPlan
@@ -144,7 +145,7 @@ def share_tokens_(model: nn.Module, divisions: Divisions, shard: ExpertShard) ->
             module.num_experts = num_local
         inputs = functools.partial(_inputs, name, inspect.signature(module.forward))
         module.forward = functools.partial(
-            _exchanged, module, module.forward, inputs, num_local, shard
+            run_eagerly, _exchanged, module, module.forward, inputs, num_local, shard
         )
 
 

@@ -201,8 +201,6 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
-    Rule("mesh.cp>1", "train.compile", (False,)),
-    Rule("mesh.tp>1", "train.compile", (False,)),
     Rule(
         "optim.name=schedule_free_adamw",
         "optim.schedule.name",
@@ -218,7 +216,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
     *rules("mesh.ep>1", {"mesh.tp": 1, "mesh.cp": 1, "mesh.pp": 1}, "experts alone are divided"),
-    *rules("mesh.ep>1", {"train.compile": False}, "how many tokens an expert gets is not known"),
     Rule("mesh.ep>1", "model.quantize", (None,), "blocks of experts are not divided"),
     Rule("mesh.ep>1", "adapter.parameters", ([],), "ranks divide no adapters of experts"),
     Rule("mesh.ep>1", PROMPTS, ([],), "no rank has all experts"),
