@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from colotrain import module_tree
 from colotrain.errors import UsageError
 from colotrain.models.facts import facts_of
+from colotrain.models.graphs import run_eagerly
 from colotrain.torch_internals import saves_tensors_by_hooks, storage_id
 
 ATTRIBUTE = "sequence_shard"
@@ -176,6 +177,18 @@ def attend(
     All are [batch, heads, own tokens, head size]. `options` are further arguments of
     `scaled_dot_product_attention`. All ranks of the group must call.
     """
+    mixed: Tensor = run_eagerly(_exchange, query, key, value, shard, window, options)
+    return mixed
+
+
+def _exchange(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: SequenceShard,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
     own, sizes = torch.cat((key, value), dim=-1), (key.shape[-1], value.shape[-1])
     whole = _Gather.apply(own, shard)
     if saves_tensors_by_hooks():  # activations are computed again, and the whole with them

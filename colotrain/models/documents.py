@@ -5,8 +5,6 @@ A mask would have a number for each pair of a sample's tokens, most of them of t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.loss import device_type_of
 
 DOCUMENT_IDS = "document_ids"
@@ -54,25 +53,6 @@ def documents_in(document_ids: Tensor) -> Documents:
     if document_ids.is_cuda:
         bounds = bounds.pin_memory().to(document_ids.device, non_blocking=True)
     return Documents(lengths, bounds)
-
-
-def run_eagerly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call the function; a compiled model leaves its graph for it."""
-    return _call(function, *args, **options)
-
-
-def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return function(*args, **options)
-
-
-@functools.cache
-def leave_graphs_for_documents() -> None:
-    """Hide attention by documents from torch's compiler; call it before a model is compiled.
-
-    A decorator would load the compiler in every process, which takes 30 MiB and 0.3 s.
-    """
-    global _call
-    _call = torch.compiler.disable(_call)
 
 
 def attend_within(

@@ -27,6 +27,7 @@ from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, UsageError, suggest
 from colotrain.models import adapters
 from colotrain.models.adapter_kinds.parameters import ParameterAdapter
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.quantized.experts import expert_stacks, stacks_of
 from colotrain.spec.axes import EP
 from colotrain.spec.divisions import Divisions
@@ -165,7 +166,7 @@ def share_tokens_(model: nn.Module, divisions: Divisions, shard: ExpertShard) ->
             module.num_experts = num_local
         inputs = functools.partial(_inputs, name, inspect.signature(module.forward))
         module.forward = functools.partial(
-            _exchanged, module, module.forward, inputs, num_local, shard
+            run_eagerly, _exchanged, module, module.forward, inputs, num_local, shard
         )
 
 

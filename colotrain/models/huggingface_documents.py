@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError
-from colotrain.models.documents import Documents, attend_within, run_eagerly
+from colotrain.models.documents import Documents, attend_within
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.huggingface_attention import DIVISIBLE, num_layers
 from colotrain.models.huggingface_internals import (
     attention_of,

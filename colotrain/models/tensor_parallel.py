@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from colotrain import module_tree
 from colotrain.errors import UsageError
 from colotrain.models.context_parallel import Collective, without_sending
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.loss import (
     PRODUCTS,
     Logits,
@@ -144,7 +145,7 @@ def enter(x: Tensor, shard: TensorShard | None) -> Tensor:
     With `by_tokens`, `x` [..., n, d] has this rank's tokens, and the result those of all ranks.
     """
     if shard is not None and shard.by_tokens:
-        return _GatherTokens.apply(x, shard)
+        return run_eagerly(_GatherTokens.apply, x, shard)
     return with_summed_gradient(x, shard)
 
 
@@ -154,23 +155,23 @@ def leave(x: Tensor, shard: TensorShard | None) -> Tensor:
     With `by_tokens`, return this rank's tokens of the sum.
     """
     if shard is not None and shard.by_tokens:
-        return _ScatterTokens.apply(x, shard)
+        return run_eagerly(_ScatterTokens.apply, x, shard)
     return summed(x, shard)
 
 
 def with_summed_gradient(x: Tensor, shard: TensorShard | None) -> Tensor:
     """Return `x`, the same on all ranks, of whose gradient each rank has a part."""
-    return x if shard is None else _Enter.apply(x, shard)
+    return x if shard is None else run_eagerly(_Enter.apply, x, shard)
 
 
 def summed(x: Tensor, shard: TensorShard | None) -> Tensor:
     """Return the sum of all ranks' `x`, of all tokens."""
-    return x if shard is None else _Leave.apply(x, shard)
+    return x if shard is None else run_eagerly(_Leave.apply, x, shard)
 
 
 def own_tokens(whole: Tensor, shard: TensorShard) -> Tensor:
     """Return this rank's tokens of `whole` [..., tokens, d], which is the same on all ranks."""
-    own: Tensor = _OwnTokens.apply(whole, shard)
+    own: Tensor = run_eagerly(_OwnTokens.apply, whole, shard)
     return own
 
 
@@ -261,13 +262,13 @@ class _GatherLast(torch.autograd.Function):
 
 def gather_last(own: Tensor, shard: TensorShard, *, alike: bool) -> Tensor:
     """Return [..., size * n] from every rank's [..., n]; `alike`: all ranks use it alike."""
-    whole: Tensor = _GatherLast.apply(own, shard, alike)
+    whole: Tensor = run_eagerly(_GatherLast.apply, own, shard, alike)
     return whole
 
 
 def own_part(whole: Tensor, shard: TensorShard) -> Tensor:
     """Return this rank's [..., n] of [..., size * n], which is the same on all ranks."""
-    part: Tensor = _OwnPart.apply(whole, shard)
+    part: Tensor = run_eagerly(_OwnPart.apply, whole, shard)
     return part
 
 

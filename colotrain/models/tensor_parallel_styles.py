@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from colotrain import module_tree
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.models import adapters
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.quantized import layers as packed_layers
 from colotrain.models.tensor_parallel import (
     ATTRIBUTE,
@@ -173,14 +174,18 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
             if not fnmatchcase(name, glob):
                 continue
             if style == SUMMED:
-                module.forward = functools.partial(_summed, module, module.forward, shard)
+                module.forward = functools.partial(
+                    run_eagerly, _summed, module, module.forward, shard
+                )
             elif style != VOCABULARY:
-                module.forward = functools.partial(_FORWARDS[style], module, shard, draws)
+                module.forward = functools.partial(
+                    run_eagerly, _FORWARDS[style], module, shard, draws
+                )
                 if adapters.is_adapted(module):
                     adapters.leave_to_forward_(module)
             elif isinstance(module, nn.Embedding):
                 if len(module.weight) < module.num_embeddings:
-                    found = functools.partial(embed, module, shard, out=summed)
+                    found = functools.partial(run_eagerly, embed, module, shard, out=summed)
                     module.forward = found  # type: ignore[method-assign]
             elif len(module.weight) < module.out_features:
                 setattr(module, ATTRIBUTE, shard)  # its loss finds it there
@@ -227,10 +232,14 @@ class OwnDraws:
 
     def end_with_(self, module: nn.Module) -> None:
         """Let own draws that begin in a forward of `module` end with it, also after an error."""
-        module.register_forward_pre_hook(lambda *_: self.enclosing.append(self.common is not None))
-        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        module.register_forward_pre_hook(functools.partial(run_eagerly, self._enter))
+        leave_ = functools.partial(run_eagerly, self._leave)
+        module.register_forward_hook(leave_, always_call=True)
 
-    def _leave(self) -> None:
+    def _enter(self, *_: Any) -> None:
+        self.enclosing.append(self.common is not None)
+
+    def _leave(self, *_: Any) -> None:
         if not self.enclosing.pop():
             self.end()
 
@@ -265,19 +274,23 @@ def _divide_tokens_(
     """Let each rank have its own tokens from the first layer on, and all tokens inside parts."""
     layers = layers_of(model, divisions)
     assert layers is not None, "checked when the plan was made"
-    take_own = functools.partial(_with_first, functools.partial(own_tokens, shard=shard))
-    layers[0].register_forward_pre_hook(lambda _, *inputs: take_own(*inputs), with_kwargs=True)
-    begin = functools.partial(_with_first, functools.partial(_beginning, draws))
-    layers[0].register_forward_pre_hook(lambda _, *inputs: begin(*inputs), with_kwargs=True)
+    _change_first_(layers[0], functools.partial(own_tokens, shard=shard))
+    _change_first_(layers[0], functools.partial(_beginning, draws))
     draws.end_with_(model)
-    gather = functools.partial(_with_first, functools.partial(enter, shard=shard))
     for name in _parts_of(model, divisions):
-        part = model.get_submodule(name)
-        part.register_forward_pre_hook(lambda _, *inputs: gather(*inputs), with_kwargs=True)
+        _change_first_(model.get_submodule(name), functools.partial(enter, shard=shard))
+
+
+def _change_first_(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    hook = functools.partial(run_eagerly, _with_first, change)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _with_first(
-    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    change: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a module's inputs with another first one, as transformers gives hidden states."""
     if args:

@@ -54,6 +54,7 @@ def survey_model(
     problems += _check_context_parallel(settings, model, found)
     problems += _check_tensor_parallel(settings, model, found)
     problems += _check_expert_parallel(settings, model, found)
+    problems += _check_compiled(settings)
     problems += _check_tokens(settings, model, found)
     problems += _check_divided_length(mesh, settings.data)
     if settings.train.compile:
@@ -151,11 +152,17 @@ def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
         expected = f"a model that takes document_ids ({model} does not)"
         fix = "let its forward take document_ids, or set data.isolate=false"
         yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
-    if settings.data.isolate and settings.train.compile:
-        key, value = "train.activation_checkpointing", settings.train.activation_checkpointing
-        expected = "none or full with train.compile and data.isolate (blocks would run uncompiled)"
-        if value == "selective":
-            yield Problem(key=key, value=value, expected=expected, fix=f"set {key}=full")
+
+
+def _check_compiled(settings: Config) -> Iterator[Problem]:
+    """Problems of blocks that are compiled in pieces: no piece sees what `selective` keeps."""
+    key, value = "train.activation_checkpointing", settings.train.activation_checkpointing
+    sizes = {f"mesh.{axis}": getattr(settings.mesh, axis) for axis in ("tp", "cp", "ep")}
+    breaks = ["data.isolate"] * settings.data.isolate + [k for k, n in sizes.items() if n > 1]
+    if settings.train.compile and value == "selective" and breaks:
+        what = f"train.compile and {' and '.join(breaks)}"
+        expected = f"none or full with {what} (blocks are compiled in pieces)"
+        yield Problem(key=key, value=value, expected=expected, fix=f"set {key}=full")
 
 
 def _check_context_parallel(

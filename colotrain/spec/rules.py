@@ -197,8 +197,6 @@ RULES: tuple[Rule, ...] = (
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
-    Rule("mesh.cp>1", "train.compile", (False,)),
-    Rule("mesh.tp>1", "train.compile", (False,)),
     Rule(
         "optim.name=schedule_free_adamw",
         "optim.schedule.name",
@@ -213,7 +211,6 @@ RULES: tuple[Rule, ...] = (
         "the others round to the nearest number",
     ),
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
-    *rules("mesh.ep>1", {"train.compile": False}, "how many tokens an expert gets is not known"),
     Rule(
         "mesh.ep>1 and optim.name=adamw8bit",
         "adapter.parameters",

@@ -451,7 +451,6 @@ def test_what_cannot_be_divided_is_refused_by_name(colotrain: Colotrain) -> None
         (own, "mesh.ep=2", "mesh.ep_plan=['blocks.*']"): "blocks.0 has modules with parameters",
         (own, "mesh.ep=2", "mesh.ep_plan=['*norm','*.experts']"): "blocks.0.norm takes (input)",
         (own, OWN[2], "mesh.ep=4", "mesh.tp=2"): "4 × 2: expected a divisor of cluster.procs_per",
-        (own, OWN[2], "mesh.ep=2", "train.compile=true"): "train.compile",
     }.items():
         found = colotrain("plan", *words, data, *two, "plugin=zero2")
         assert found.code == 2, words

@@ -25,7 +25,7 @@ from colotrain.engine.model.changed_inputs import when_inputs_change
 from colotrain.engine.model.model_blocks import find_blocks
 from colotrain.engine.model.module_state import ModuleState
 from colotrain.errors import UsageError
-from colotrain.models.documents import leave_graphs_for_documents
+from colotrain.models.graphs import leave_graphs
 from colotrain.spec.plan import Recompute
 from colotrain.torch_internals import (
     COMPUTED_AGAIN,
@@ -61,7 +61,7 @@ def compile_blocks_(model: nn.Module, own: Collection[nn.Module] | None = None) 
 
     `own` are the blocks of this pipeline stage, where there are others.
     """
-    leave_graphs_for_documents()
+    leave_graphs()
     for module in _blocks(model):
         if own is None or module in own:
             module.forward = torch.compile(module.forward)

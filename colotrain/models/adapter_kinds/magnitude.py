@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colotrain.models.adapter_kinds.low_rank import AdapterKind, product
 from colotrain.models.adapter_kinds.weights import base_product, weight_in_forward
+from colotrain.models.graphs import run_eagerly
 from colotrain.models.tensor_parallel import TensorShard
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -52,7 +53,9 @@ def _norms_of_sum(layer: Any) -> Tensor:
     through, between = (weight @ a.T).to(wide), a.to(wide) @ a.to(wide).T
     shard: TensorShard | None = layer.lora_magnitude_vector.tensor_shard
     if shard is not None and a.shape[1] < layer.lora_dropout.num_features:
-        squares, through, between = map(shard.sum, (squares, through, between))
+        squares, through, between = (
+            run_eagerly(shard.sum, each) for each in (squares, through, between)
+        )
     b, scale = b.to(wide), layer.lora_scale
     squares += 2 * scale * (through * b).sum(1) + scale**2 * ((b @ between) * b).sum(1)
     return squares.clamp_min(0).sqrt()

@@ -22,8 +22,8 @@ from colotrain.models import documents
 from colotrain.models.documents import (
     attend_within,
     documents_in,
-    leave_graphs_for_documents,
 )
+from colotrain.models.graphs import leave_graphs
 from colotrain.models.llm import LLM, positions_within
 from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import BatchPlan, DataPlan, PartPlan
@@ -247,7 +247,7 @@ def test_nothing_as_large_as_all_pairs_of_tokens_is_made() -> None:
 @pytest.mark.slow
 def test_a_compiled_block_keeps_documents_apart_and_is_compiled_once() -> None:
     model, plain = small(), small()
-    leave_graphs_for_documents()
+    leave_graphs()
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager")
     frames, compiled = torch._dynamo.utils.counters["frames"], 0
