@@ -82,7 +82,6 @@ OF_FILES: dict[str, Any] = {
     "data.workers": "auto",
 }
 """Settings that say how samples are made of files."""
-NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
@@ -175,8 +174,6 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", "model.tokens", ([],), "the processor has the directory's own tokens"),
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
-    *rules("data.images", {**NO_AXES, "mesh.pp": 1}, "ranks divide no images"),
-    Rule("data.images", "mesh.ep", (1,), "ranks wait for those whose images meet no experts"),
     Rule("adapter.name=dora", "adapter.parameters", ([],), "PEFT's DoRA is of linear layers"),
     Rule(
         "adapter.parameters",
