@@ -174,6 +174,13 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", "model.tokens", ([],), "the processor has the directory's own tokens"),
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
+    Rule("data.images", "mesh.ep", (1,), "ranks wait for those whose images meet no experts"),
+    Rule(
+        "data.images and mesh.pp>1",
+        "mesh.pp_schedule",
+        ("1f1b",),
+        "stages of several chunks were not the same as one process",
+    ),
     Rule("adapter.name=dora", "adapter.parameters", ([],), "PEFT's DoRA is of linear layers"),
     Rule(
         "adapter.parameters",

@@ -315,7 +315,7 @@ def keep_stage_(
             if not held & {*module_tree.parameters(module)}:
                 module.forward = only_shape(module, compute_dtype)
     if modules_of_images(model):
-        facts_of(model).sees_images = lambda: stage.in_model(stage.chunk) == 0
+        facts_of(model).sees_images = lambda: stage.index == 0
         cast(Any, model).get_decoder().register_forward_pre_hook(with_real_zeros, with_kwargs=True)
     facts_of(model).layers_run = lambda: len(stage.blocks_of(stage.chunk))
     if chunks > 1 or not stage.is_last:
