@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,12 @@ LLAVA = ImageText(
 )
 
 
+def _with_experts(tokenizer: Any) -> dict[str, Any]:
+    of_experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    return {**LLAVA.settings(tokenizer), "text_config": {**LANGUAGE, **of_experts}}
+
+
+LLAVA_OF_EXPERTS = replace(LLAVA, name="LLaVA of experts", settings=_with_experts)
 LLAVA_NEXT = ImageText(
     "LLaVA-NeXT",
     "LlavaNextForConditionalGeneration",

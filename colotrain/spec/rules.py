@@ -174,7 +174,6 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", "model.tokens", ([],), "the processor has the directory's own tokens"),
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
-    Rule("data.images", "mesh.ep", (1,), "ranks wait for those whose images meet no experts"),
     Rule(
         "data.images and mesh.pp>1",
         "mesh.pp_schedule",

@@ -30,6 +30,7 @@ STEPS, GLOBAL = 2, 4
 SEQ_LEN = {
     "Gemma 3": 144,
     "LLaVA": 112,
+    "LLaVA of experts": 112,
     "LLaVA-NeXT": 256,
     "Idefics 3": 256,
     "Qwen2.5-VL": 176,
@@ -63,6 +64,10 @@ AXES: dict[str, tuple[Case, ...]] = {
         ("zero3", 4, 1, ("mesh.cp=2", "train.activation_checkpointing=full")),
         ("gemini", 2, 4, ("mesh.cp=2",)),
     ),
+    "ep": (
+        ("zero1", 2, 1, ("mesh.ep=2",)),
+        ("zero3", 2, 2, ("mesh.ep=2", "train.activation_checkpointing=full")),
+    ),
 }
 """Axis → cases: plugin, ranks, samples of a micro-batch, and settings."""
 
@@ -72,6 +77,7 @@ IN_TURN = [
     *((family, "pp") for family in (image_text.GEMMA3, image_text.LLAVA, image_text.IDEFICS3)),
     *((family, "tp") for family in (image_text.GEMMA3, image_text.LLAVA, image_text.IDEFICS3)),
     (image_text.LLAVA_NEXT, "sequence parallel"),
+    (image_text.LLAVA_OF_EXPERTS, "ep"),
 ]
 
 
