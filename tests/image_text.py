@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,12 @@ class ImageText:
 
     def make(self, folder: Path) -> Path:
         """Save a model with random weights, and its processor, as transformers does."""
+        self.make_processor(folder)
+        return self.make_model(folder)
+
+    def make_model(self, folder: Path) -> Path:
         import transformers
 
-        self.make_processor(folder)
         torch.manual_seed(3)
         settings = self.settings(make_tokenizer(self.marks))
         config = transformers.AutoConfig.for_model(self.kind, **settings)
@@ -183,6 +186,14 @@ LLAVA = ImageText(
     _llava,
     "<image>",
 )
+
+
+def _with_experts(tokenizer: Any) -> dict[str, Any]:
+    of_experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    return {**LLAVA.settings(tokenizer), "text_config": {**LANGUAGE, **of_experts}}
+
+
+LLAVA_OF_EXPERTS = replace(LLAVA, name="LLaVA of experts", settings=_with_experts)
 LLAVA_NEXT = ImageText(
     "LLaVA-NeXT",
     "LlavaNextForConditionalGeneration",

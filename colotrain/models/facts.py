@@ -35,6 +35,8 @@ class ModelFacts:
     """transformers' auxiliary loss of its routers."""
     layers_run: Callable[[], int] | None = None
     """Number of layers that a forward runs on this pipeline stage; None: all of them."""
+    sees_images: Callable[[], bool] | None = None
+    """Whether a forward on this pipeline stage reads images; None: it does."""
     divide: Callable[[nn.Module], None] | None = None
     """What is done to the model where ranks divide its sequences, beside `sequence_shard`."""
     gathers_outputs: bool = False

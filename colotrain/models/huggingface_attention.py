@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,18 +48,64 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on the longest position in a forward."""
 HEADS = ("score", "classifier")
 """Names that transformers gives the layer of a classifier behind its backbone."""
+IMAGES_SEE_THEMSELVES = "token_type_ids"
+"""Input of image-text models in which the tokens of an image attend to those behind them."""
 NAME = "colotrain_context_parallel"
 
 
 def allow_division_(model: nn.Module, config: Any) -> None:
     """Declare that ranks may divide the sequences of `model`, if its architecture is known to."""
+    is_image_text, config = config.get_text_config() is not config, config.get_text_config()
     known = config.model_type in DIVISIBLE and set(_ropes(config)) <= set(STATIC_ROPES)
-    other = getattr(config, "attn_logit_softcapping", None) is not None
+    other = (
+        is_image_text and IMAGES_SEE_THEMSELVES in inspect.signature(type(model).forward).parameters
+    )
+    other |= getattr(config, "attn_logit_softcapping", None) is not None
     other |= not getattr(config, "is_causal", True)
     other |= bool(getattr(config, "output_router_logits", False))  # of whole samples
     other |= bool(getattr(config, "use_bidirectional_attention", False))
     if known and not other:
         setattr(model, ATTRIBUTE, None)
+        facts_of(model).divide = _divide_decoder_ if is_image_text else None
+
+
+def _divide_decoder_(model: Any) -> None:
+    """Let the decoder of an image-text model compute this rank's tokens.
+
+    The features of images take their places among the embeddings of whole samples before it. Each
+    rank reads all images; the gradients of what reads them are those of the rank's own tokens.
+    """
+    decoder = model.get_decoder()
+    decoder.forward = functools.partial(_decoder_of_part, model, decoder.forward)
+
+
+def _decoder_of_part(
+    model: Any,
+    forward: Callable[..., Any],
+    *,
+    inputs_embeds: Tensor,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The decoder's output for this rank's tokens of `inputs_embeds` [batch, seq, d]."""
+    shard: SequenceShard = getattr(model, ATTRIBUTE)
+    length = inputs_embeds.shape[1]
+    is_padding = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    wrong = "" if length == shard.length else f"{length} embeddings for {shard.length} tokens"
+    if attention_mask is not None and not is_padding:
+        wrong = "a mask that depends on images"
+    elif is_padding and not attention_mask.is_meta and bool((attention_mask.diff() > 0).any()):
+        wrong = "padding before tokens, which would see it"
+    if wrong:
+        raise UsageError(
+            f"mesh.cp={shard.size}: {type(model).__name__} gives its decoder {wrong}",
+            "set mesh.cp=1",
+        )
+    if position_ids is None:
+        position_ids = torch.arange(length, device=inputs_embeds.device)[None]
+    own = shard.own(inputs_embeds.mT).mT.contiguous()
+    return forward(inputs_embeds=own, position_ids=shard.own(position_ids), **options)
 
 
 def allow_division_inside_(model: Any, config: Any) -> None:
@@ -66,6 +113,8 @@ def allow_division_inside_(model: Any, config: Any) -> None:
 
     It is one of vectors, of hidden tokens, or has a new head.
     """
+    if config.get_text_config() is not config:
+        return
     allow_division_(model, config)
     if config.model_type in ENCODERS and not config.is_decoder:
         setattr(model, ATTRIBUTE, None)
@@ -146,8 +195,9 @@ def divided(
     shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
     if shard is None:
         return batch
+    is_inside = facts_of(model).divide is _divide_decoder_
     if not shard.is_known_to_model:
-        model.set_attn_implementation(_register())
+        (model.get_decoder() if is_inside else model).set_attn_implementation(_register())
         shard.is_known_to_model = True
     shape = batch["input_ids"].shape
     documents = batch.pop("document_ids", None)
@@ -155,6 +205,8 @@ def divided(
     if documents is None and "position_ids" in batch and not sees_all:
         documents = _documents_of(batch["position_ids"])
     shard.begin(shape[1], documents, seen=seen, is_causal=not sees_all)
+    if is_inside:
+        return batch | {n: shard.own(batch[n]) for n in batch.keys() & {"labels"}}
     batch.setdefault("position_ids", torch.arange(shape[1], device=batch["input_ids"].device)[None])
     other = batch.keys() - {"input_ids", "labels", "position_ids"}
     if other:
@@ -183,7 +235,7 @@ def check_calls(model: Any, before: int) -> None:
 def num_layers(model: Any) -> int:
     """Number of layers that a forward runs: on a pipeline stage its own."""
     own = facts_of(model).layers_run
-    return model.config.num_hidden_layers if own is None else own()
+    return model.config.get_text_config().num_hidden_layers if own is None else own()
 
 
 def num_calls(model: Any) -> int:

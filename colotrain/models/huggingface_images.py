@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,22 +30,50 @@ def joined_images(batch: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def pixels_in(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the entries that only modules of images read: those with values of pixels."""
+    return tuple(
+        name
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds"
+    )
+
+
+def without_pixels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch for stages behind the first one, where the features of images have arrived."""
+    pixels = pixels_in(batch)
+    left_out = {*pixels, *(f"{ROWS_OF}{name}" for name in pixels)}
+    return {name: value for name, value in batch.items() if name not in left_out}
+
+
 def modules_of_images(model: Any) -> tuple[str, ...]:
     """Names of the outermost modules that a text without images does not reach.
 
     There are none in a model that is not of transformers' image-text ones.
     """
-    import transformers
-
-    config = getattr(model, "config", None)
-    if type(config) not in getattr(transformers, IMAGE_TEXT.registry):
+    if not (language := _read_by_texts(model)):
         return ()
-    language = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    read = {id(p) for part in language if part is not None for p in module_tree.parameters(part)}
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     return tuple(
         f"{prefix}{name}"
         for name, module in module_tree.named_children(base)
-        if (held := {id(p) for p in module_tree.parameters(module)}) and not held & read
+        if (held := {id(p) for p in module_tree.parameters(module)}) and not held & language
     )
+
+
+def parameters_of_images(model: Any) -> tuple[str, ...]:
+    """Names of the parameters that a text without images does not reach."""
+    language = _read_by_texts(model)
+    named = module_tree.named_parameters(model)
+    return tuple(name for name, p in named if language and id(p) not in language)
+
+
+def _read_by_texts(model: Any) -> set[int]:
+    """The ids of an image-text model's parameters that texts reach; none of any other model."""
+    transformers = sys.modules.get("transformers")
+    config = getattr(model, "config", None)
+    if type(config) not in getattr(transformers, IMAGE_TEXT.registry, ()):
+        return set()
+    language = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    return {id(p) for part in language if part is not None for p in module_tree.parameters(part)}

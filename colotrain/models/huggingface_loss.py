@@ -20,7 +20,7 @@ from colotrain.models.documents import Documents, documents_in
 from colotrain.models.facts import facts_of
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
 from colotrain.models.huggingface_documents import attending_within, needs_no_mask
-from colotrain.models.huggingface_images import joined_images
+from colotrain.models.huggingface_images import joined_images, without_pixels
 from colotrain.models.huggingface_internals import without_packed_sequence_search
 from colotrain.models.huggingface_task import (
     MASKED,
@@ -61,7 +61,9 @@ def shifted_loss(
     Without labels it returns the output of `forward`.
     """
     model = _model_of(forward)
-    batch, before = divided(model, joined_images(batch)), num_calls(model)
+    sees_images = facts_of(model).sees_images
+    seen = batch if sees_images is None or sees_images() else without_pixels(batch)
+    batch, before = divided(model, joined_images(seen)), num_calls(model)
     labels = batch.pop("labels", None)
     tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
     head = None if holds_all_logits(model) else facts_of(model).head

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from colotrain import module_tree
+from colotrain.models.huggingface_images import parameters_of_images
 from colotrain.models.huggingface_internals import tp_plan_of
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.tensor_parallel import DIVISIONS
@@ -42,7 +43,8 @@ scripts/verified_models.py trains each with it and compares it with plain transf
 
 def allow_parts_(model: nn.Module, config: Any) -> None:
     """Let `model` say how ranks can divide its matrices, or why they may not."""
-    kind, how = config.model_type, functools.partial(divisions_of, model, config)
+    kind = config.get_text_config().model_type  # what reads images is whole on all ranks
+    how = functools.partial(divisions_of, model, config.get_text_config())
     if not _own_plan(model):
         how = functools.partial(Divisions, against=f"transformers has no plan for {kind}")
     elif kind not in VERIFIED:
@@ -60,7 +62,10 @@ def has_verified_parts(model: nn.Module, config: Any) -> bool:
 
 
 def divisions_of(model: nn.Module, config: Any) -> Divisions:
-    """Return how the configuration's plan divides the layers, and the loss its vocabulary."""
+    """Return how its plan divides the layers of `config`, and the loss its vocabulary.
+
+    Of an image-text model these are the language model's.
+    """
     dropout = getattr(config, "attention_dropout", 0.0)
     if dropout:
         return Divisions(against=f"attention_dropout={dropout} would differ from one process")
@@ -80,7 +85,8 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
     dims = {f"{name}.{key}": 0 for name in vocabulary for key in ("weight", "bias")}
     found = replace(found, dims={**found.dims, **dims})
     found = replace(found, styles=found.styles | dict.fromkeys(vocabulary, VOCABULARY))
-    return replace(found, divides_tokens=len(vocabulary) > 1 and _treats_tokens_alike(model, found))
+    by_tokens = len(vocabulary) > 1 and _treats_tokens_alike(model, found)
+    return replace(found, divides_tokens=by_tokens, before=parameters_of_images(model))
 
 
 def _treats_tokens_alike(model: nn.Module, divisions: Divisions) -> bool:

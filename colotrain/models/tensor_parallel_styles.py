@@ -313,7 +313,8 @@ def partial_parameters(
     sums = [glob for glob, style in divisions.styles.items() if style in COLUMNS]
     for name, _ in module_tree.named_parameters(model):
         is_of_sum = any(fnmatchcase(name.rpartition(".")[0], glob) for glob in sums)
-        if name not in splits and (is_of_sum or not name.startswith(parts)):
+        is_before = name in divisions.before  # the gradient of the first layer's input is whole
+        if name not in splits and not is_before and (is_of_sum or not name.startswith(parts)):
             found.add(name)
     return frozenset(found)
 

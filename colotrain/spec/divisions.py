@@ -53,6 +53,8 @@ class Divisions:
     """Glob on modules → how they compute with parts; empty for models that do so themselves."""
     divides_tokens: bool = False
     """Whether ranks can divide tokens between the parts of layers (`mesh.sequence_parallel`)."""
+    before: tuple[str, ...] = ()
+    """Names of whole parameters that are used before the layers with parts alone."""
     against: str = ""
     """Why the model cannot be divided; empty where it can."""
 

@@ -82,7 +82,6 @@ OF_FILES: dict[str, Any] = {
     "data.workers": "auto",
 }
 """Settings that say how samples are made of files."""
-NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
@@ -173,8 +172,12 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", "model.tokens", ([],), "the processor has the directory's own tokens"),
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
-    *rules("data.images", {**NO_AXES, "mesh.pp": 1}, "ranks divide no images"),
-    Rule("data.images", "mesh.ep", (1,), "ranks wait for those whose images meet no experts"),
+    Rule(
+        "data.images and mesh.pp>1",
+        "mesh.pp_schedule",
+        ("1f1b",),
+        "stages of several chunks were not the same as one process",
+    ),
     Rule("adapter.name=dora", "adapter.parameters", ([],), "PEFT's DoRA is of linear layers"),
     Rule(
         "adapter.parameters",

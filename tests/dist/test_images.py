@@ -27,7 +27,14 @@ from tests.representatives import half_of_the_day
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 STEPS, GLOBAL = 2, 4
-SEQ_LEN = {"Gemma 3": 144, "LLaVA": 112, "LLaVA-NeXT": 256, "Idefics 3": 256, "Qwen2.5-VL": 176}
+SEQ_LEN = {
+    "Gemma 3": 144,
+    "LLaVA": 112,
+    "LLaVA of experts": 112,
+    "LLaVA-NeXT": 256,
+    "Idefics 3": 256,
+    "Qwen2.5-VL": 176,
+}
 NEEDS = {"Qwen2.5-VL": "torchvision"}
 DIVISIONS = {
     "zero1": (2, 1),
@@ -39,8 +46,50 @@ DIVISIONS = {
 """Plugin → ranks, and samples of a micro-batch."""
 
 
-def plan_of(folder: Path, data: Path, family: ImageText, plugin: str) -> RunPlan:
-    ranks, micro = DIVISIONS[plugin]
+Case = tuple[str, int, int, tuple[str, ...]]
+AXES: dict[str, tuple[Case, ...]] = {
+    "tp": (
+        ("zero1", 2, 4, ("mesh.tp=2",)),
+        ("zero3", 2, 1, ("mesh.tp=2", "train.activation_checkpointing=full")),
+        ("gemini", 4, 1, ("mesh.tp=2",)),
+    ),
+    "sequence parallel": (("zero3", 2, 1, ("mesh.tp=2", "mesh.sequence_parallel=true")),),
+    "pp": (
+        ("zero1", 2, 1, ("mesh.pp=2",)),
+        ("zero3", 4, 1, ("mesh.pp=2", "train.activation_checkpointing=full")),
+        ("gemini", 2, 4, ("mesh.pp=2",)),
+    ),
+    "cp": (
+        ("zero1", 2, 1, ("mesh.cp=2",)),
+        ("zero3", 4, 1, ("mesh.cp=2", "train.activation_checkpointing=full")),
+        ("gemini", 2, 4, ("mesh.cp=2",)),
+    ),
+    "ep": (
+        ("zero1", 2, 1, ("mesh.ep=2",)),
+        ("zero3", 2, 2, ("mesh.ep=2", "train.activation_checkpointing=full")),
+    ),
+}
+"""Axis → cases: plugin, ranks, samples of a micro-batch, and settings."""
+
+
+IN_TURN = [
+    *((family, "cp") for family in (image_text.LLAVA, image_text.IDEFICS3)),
+    *((family, "pp") for family in (image_text.GEMMA3, image_text.LLAVA, image_text.IDEFICS3)),
+    *((family, "tp") for family in (image_text.GEMMA3, image_text.LLAVA, image_text.IDEFICS3)),
+    (image_text.LLAVA_NEXT, "sequence parallel"),
+    (image_text.LLAVA_OF_EXPERTS, "ep"),
+]
+
+
+def plan_of(
+    folder: Path,
+    data: Path,
+    family: ImageText,
+    plugin: str,
+    division: tuple[int, int] | None = None,
+    settings: tuple[str, ...] = (),
+) -> RunPlan:
+    ranks, micro = division or DIVISIONS[plugin]
     return plan_from(
         [
             *(f"model.hf={folder}", f"data.path={data}", "data.images=true", f"plugin={plugin}"),
@@ -48,7 +97,7 @@ def plan_of(folder: Path, data: Path, family: ImageText, plugin: str) -> RunPlan
             *(f"data.seq_len={SEQ_LEN[family.name]}", f"train.global_batch={GLOBAL}"),
             *(f"train.micro_batch={micro}", f"train.max_steps={STEPS}", "train.grad_clip=null"),
             *("optim.name=sgd", "optim.lr=0.2", "optim.schedule.name=constant"),
-            *(f"cluster.procs_per_node={ranks}", f"name={family.kind}-{plugin}"),
+            *(f"cluster.procs_per_node={ranks}", f"name={family.kind}-{plugin}", *settings),
         ]
     )
 
@@ -115,13 +164,20 @@ def _values(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def compare(
-    family: ImageText, folder: Path, plugins: tuple[str, ...], *, reference_seed: int = 0
+    family: ImageText,
+    folder: Path,
+    plugins: tuple[str, ...] = (),
+    *,
+    cases: tuple[Case, ...] = (),
+    reference_seed: int = 0,
 ) -> list[CaseResult]:
     if (needed := NEEDS.get(family.name)) and importlib.util.find_spec(needed) is None:
         pytest.skip(f"its processor needs {needed}")
     model = family.make(folder / "made")
     data = image_text.write_records(folder / "data", STEPS * GLOBAL)
     plans = [plan_of(model, data, family, plugin) for plugin in plugins]
+    for plugin, ranks, micro, settings in cases:
+        plans.append(plan_of(model, data, family, plugin, (ranks, micro), settings))
     reference = functools.partial(_reference, model, family, reference_seed)
     with mock.patch.object(runner, "run_reference", reference):
         return list(runner.verify(plans, folder / "cases", tolerance=Tolerance()))
@@ -146,6 +202,19 @@ def test_samples_with_images_teach_as_in_plain_transformers(
     assert max(result.max_abs_gradient for result in results) <= 1e-6
     largest = max(result.max_abs_loss for result in results)
     assert largest <= 1e-6 * 5.5  # the loss is log(260) as training begins
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("family", "axis"), IN_TURN, ids=lambda value: getattr(value, "kind", value)
+)
+def test_ranks_that_divide_a_model_see_the_same_images(
+    family: ImageText, axis: str, tmp_path: Path
+) -> None:
+    results = compare(family, tmp_path, cases=AXES[axis])
+    assert not [f"{r.plugin}: {r.difference}" for r in results if not r.passed]
+    assert max(result.max_abs_gradient for result in results) <= 1e-6
 
 
 @pytest.mark.slow

@@ -3,6 +3,9 @@
 What is computed from parameters, or drawn at random, exists on one stage alone. In the trial it is
 followed through every operation, also where gradients do not follow: it may reach a block as the
 output of the block before, and the loss as the output of the last block, but in no other way.
+
+Images are read before the first block, on the first stage alone: a trial with them has their
+values, and a second one without them must give the other stages' blocks the same inputs.
 """
 
 from __future__ import annotations
@@ -17,14 +20,25 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
 from colotrain.engine.gradients.nonfinite import tensors_in
-from colotrain.engine.model.block_calls import WITHOUT_VALUES, without_storage
+from colotrain.engine.model.block_calls import (
+    WITHOUT_VALUES,
+    without_parameters,
+    without_storage,
+)
 from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.errors import message_of
 from colotrain.forked import in_fork
 from colotrain.generators import drawn_on_host, kept
+from colotrain.models.huggingface_images import (
+    modules_of_images,
+    parameters_of_images,
+    pixels_in,
+    without_pixels,
+)
 from colotrain.models.objective import forward_of
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import (
+    FakeTensorMode,
     TorchDispatchMode,
     is_persistent,
     is_random,
@@ -42,7 +56,8 @@ def find_sequence(model: nn.Module, batch: Mapping[str, Tensor]) -> BlockSequenc
 
     Where they are no sequence, `against` says why. The model itself does not run.
     """
-    blocks = largest_container(find_blocks(model))
+    readers = tuple(f"{name}." for name in modules_of_images(model))
+    blocks = largest_container([b for b in find_blocks(model) if not b[0].startswith(readers)])
     try:
         _refuse_kept_buffers(model, blocks)
         return _tried(model, [name for name, _ in blocks], batch)
@@ -115,6 +130,11 @@ class _OneStage(TorchDispatchMode):
 
 
 def _tried(model: nn.Module, names: list[str], batch: Mapping[str, Tensor]) -> BlockSequence:
+    if parameters_of_images(model) and pixels_in(batch):
+        found = in_fork(partial(_ran_with_images, model, names, batch))
+        if isinstance(found, BlockSequence):
+            return found
+        raise NoSequence(f"its forward does not run with images ({found})")
     reason = ""
     for mode in WITHOUT_VALUES:
         found = in_fork(partial(_ran, model, names, batch, mode))
@@ -141,6 +161,53 @@ def _ran(
         return f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
 
 
+def _ran_with_images(
+    model: nn.Module, names: list[str], batch: Mapping[str, Tensor]
+) -> BlockSequence | str:
+    """Return the blocks of a trial whose parameters alone have no values, or what it raised."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    pixels = {name: batch[name] for name in pixels_in(batch)}
+    try:
+        with kept(), _ByNumber(), torch.enable_grad():
+            trials = [_Trial(without_parameters(model, fake), names) for _ in range(2)]
+            trials[0].one_stage.mark(list(pixels.values()), " and ".join(pixels))
+            found = trials[0].run(dict(batch))
+            trials[1].run(without_pixels(batch))
+    except NoSequence as error:
+        return BlockSequence(against=str(error))
+    except Exception as error:  # whatever a forward raises that needs parameters' values
+        return f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
+    for name in names[1:]:
+        if not _are_same(*(trial.beside[name] for trial in trials)):
+            entries = ", ".join(pixels)
+            return BlockSequence(against=f"what {name} takes beside activations is of {entries}")
+    return found
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether the inputs of a block in two trials are the same tensors, by their values."""
+    tensors, others = _tensors_of(one), _tensors_of(other)
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+
+
+class _ByNumber(TorchDispatchMode):
+    """Lets tensors without values be indexed by masks that have them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.index.Tensor and any(map(_is_mask, args[1])):
+            numbers: list[Tensor | None] = []
+            for index in args[1]:
+                numbers += index.nonzero().unbind(1) if _is_mask(index) else [index]
+            args = (args[0], numbers)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool and type(index) is Tensor
+
+
 class _Trial(TorchFunctionMode):
     """One forward of a copy of the model, with notes on blocks and on parameters outside them."""
 
@@ -153,6 +220,9 @@ class _Trial(TorchFunctionMode):
         """What the block that ran last returned."""
         self.inside = False
         """Whether a block is running."""
+        self.beside: dict[str, Any] = {}
+        """What each block takes beside the activations."""
+        self.images = frozenset(parameters_of_images(model))
         self.entered = set[str]()
         """Modules that begin to run before the first block does."""
         self.running: list[str] = []
@@ -193,7 +263,7 @@ class _Trial(TorchFunctionMode):
         return BlockSequence(
             blocks=tuple(self.called),
             num_returned=tuple(self.returned),
-            before=tuple(self.before),
+            before=tuple(dict.fromkeys((*self.before, *sorted(self.images)))),
             after=tuple(self.after),
             activation_numel=self.last.numel() if self.last is not None else 0,
             activation_itemsize=self.last.itemsize if self.last is not None else 4,
@@ -234,6 +304,7 @@ class _Trial(TorchFunctionMode):
             where = f"between {self.called[-1]} and {name}" if self.called else f"before {name}"
             raise NoSequence(f"random numbers are drawn on the host {where}")
         self.called.append(name)
+        self.beside[name] = args[1:], kwargs
         self.inside = True
         return (torch.empty_like(args[0]).requires_grad_(), *args[1:]), kwargs
 
@@ -264,7 +335,11 @@ class _Trial(TorchFunctionMode):
         name = self.outside[parameter]
         if self.inside or 0 < len(self.called) < len(self.names):
             raise NoSequence(f"{name}, which belongs to no block, is used within or between blocks")
-        if self.called:
+        if name in self.images:  # on the first stage, which has all of them
+            if self.called:
+                raise NoSequence(f"{name}, which reads images, is used in the loss")
+            self.before[name] = None
+        elif self.called:
             self.after[name] = None
         elif "" in self.owners[parameter]:
             raise NoSequence(

@@ -100,6 +100,19 @@ def without_storage(thing: Any) -> Any:
     return copy.deepcopy(thing, memo)
 
 
+def without_parameters(model: nn.Module, mode: Any) -> nn.Module:
+    """Copy a model with parameters that are empty under `mode`, and the values of buffers."""
+    memo: dict[int, Any] = {}
+    with mode, torch.device("cpu"):
+        for parameter in module_tree.parameters(model):
+            is_trained = parameter.is_floating_point()
+            memo[id(parameter)] = nn.Parameter(_empty_like(parameter), is_trained)
+        for buffer in module_tree.buffers(model):
+            if buffer.is_meta:
+                memo[id(buffer)] = _empty_like(buffer)
+    return copy.deepcopy(model, memo)
+
+
 def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 

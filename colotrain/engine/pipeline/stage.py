@@ -29,6 +29,7 @@ from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.model.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.models.facts import facts_of
+from colotrain.models.huggingface_images import modules_of_images
 from colotrain.models.tensor_parallel import ATTRIBUTE
 from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
@@ -313,6 +314,9 @@ def keep_stage_(
             module = model.get_submodule(path)
             if not held & {*module_tree.parameters(module)}:
                 module.forward = only_shape(module, compute_dtype)
+    if modules_of_images(model):
+        facts_of(model).sees_images = lambda: stage.index == 0
+        cast(Any, model).get_decoder().register_forward_pre_hook(with_real_zeros, with_kwargs=True)
     facts_of(model).layers_run = lambda: len(stage.blocks_of(stage.chunk))
     if chunks > 1 or not stage.is_last:
         model.forward = until_left(model.forward, lambda: stage.gives_loss(stage.chunk))
@@ -372,6 +376,22 @@ def only_shape(module: nn.Module, dtype: torch.dtype | None) -> Callable[..., An
             return pytree.tree_map_only(Tensor, real, forward(*shaped[0], **shaped[1]))
 
     return zeros
+
+
+def with_real_zeros(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Give a decoder zeros on its own device for embeddings without values.
+
+    Idefics 3 moves them to the device of its first parameter, which later stages do not have.
+    """
+    own = (p.device for p in module_tree.parameters(module) if not p.is_meta)
+    device = next(own, torch.device("meta"))
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+    return pytree.tree_map_only(Tensor, real, (args, kwargs))
 
 
 def until_left(forward: Callable[..., Any], may_end: Callable[[], bool]) -> Callable[..., Any]:

@@ -347,11 +347,19 @@ def ungrouped(model: ModelPlan, freeze: FreezePlan, data: DataPlan) -> Ungrouped
 
 
 def sequence(model: ModelPlan, data: DataPlan) -> BlockSequence:
-    """Find the blocks of a model, by a forward with one sample and without values."""
+    """Find the blocks of a model, by a forward with one sample and without values.
+
+    Of a model that reads images the first sample has its values.
+    """
     module = build_on_meta(model)
     module = build(model, seed=0) if module is None else module
     attach_(module, model)
     begin_training_(module)
+    if data.images or (data.source == "target" and modules_of_images(module)):
+        samples = open_samples(data, "train")
+        refuse_empty(samples)
+        batch = stack([(0, read_sample(samples, 0))], planned_collate(data))
+        return find_sequence(module, batch)
     sample = {name: tensor[None] for name, tensor in one_sample(data, model).items()}
     return find_sequence(module, sample)
 
