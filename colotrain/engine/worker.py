@@ -200,6 +200,7 @@ def assemble(
         max_steps=plan.train.max_steps,
         tiers=building.tiers,
         undecayed=building.undecayed,
+        aliases=building.aliases,
         seed=plan.train.seed,
     )
     optimizer.add(sharded.trained())

@@ -190,7 +190,7 @@ class CommonOptim:
     """Keyword arguments of an optimizer of your own."""
     rules: tuple[RulePlan, ...] = ()
     """Settings for some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; later
-    rules win if several match."""
+    rules win if several match. A tied parameter matches by any of its names."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, ...] = (0.9, 0.95)

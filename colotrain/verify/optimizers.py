@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,29 @@ Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
 def add_to_(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
     """Add an optimizer, with its learning rate, for every newly trained parameter."""
     undecayed = names_without_decay(model)
+    every = [*module_tree.named_parameters(model, remove_duplicate=False)]
     for name, parameter in module_tree.named_parameters(model):
         if parameter.requires_grad and name not in optimizers:
-            made = optimizer_of(name, parameter, plan.optim, undecayed)
+            names = [known_as for known_as, other in every if other is parameter]
+            made = optimizer_of(name, parameter, plan.optim, undecayed, names)
             optimizers[name] = made, made.param_groups[0]["lr"]
 
 
 def optimizer_of(
-    name: str, parameter: nn.Parameter, plan: OptimPlan, undecayed: Container[str]
+    name: str,
+    parameter: nn.Parameter,
+    plan: OptimPlan,
+    undecayed: Container[str],
+    names: Sequence[str],
 ) -> torch.optim.Optimizer:
-    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule."""
+    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule.
+
+    A rule may match any of the `names` of a tied parameter.
+    """
     is_matrix = name not in undecayed
     lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
     for rule in plan.rules:
-        if fnmatch.fnmatch(name, rule.match):
+        if fnmatch.filter(names, rule.match):
             lr = plan.lr * rule.lr_scale if rule.lr_scale is not None else lr
             decay = rule.weight_decay if rule.weight_decay is not None else decay
     group: dict[str, Any] = {"params": [parameter], "lr": lr, "weight_decay": decay}

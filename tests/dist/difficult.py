@@ -124,6 +124,29 @@ class Tied(Stack):
         return self.mixer(super().features(x))
 
 
+def sequence() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+
+class Sequences(Stack):
+    """Blocks that are `nn.Sequential`, one of them with other layers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.ModuleList([sequence(), sequence(), other, sequence()])
+
+
+class SequencesByHand(Sequences):
+    """A forward that calls the layers in them, and never the `nn.Sequential` itself."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layers in self.layers:
+            for layer in layers:
+                x = layer(x)
+        return x
+
+
 class RootParameters(Stack):
     """Parameters directly on the root: a scalar, an empty one, a single number, prime sizes."""
 
@@ -570,6 +593,8 @@ MODELS = {
         NestedRouter,
         CalledTwice,
         Tied,
+        Sequences,
+        SequencesByHand,
         RootParameters,
         Dropout,
         Buffers,

@@ -86,6 +86,8 @@ VARIANTS = [
     ("Stack", ("freeze.patterns=[layers.*]", "freeze.except=[layers.1.linear.bias]")),
     ("Stack", ("freeze.patterns=[layers.*]", "freeze.unfreeze={1:[layers.0.*],2:[layers.2.*]}")),
     ("Tied", ("freeze.patterns=[mixer.weight]",)),
+    ("Tied", ("optim.rules=[{match: mixer.*, lr_scale: 0.5}]",)),  # another name of a block's
+    ("Sequences", ("train.activation_checkpointing=full",)),
     ("CalledTwice", FINE),
     ("RootParameters", ("freeze.patterns=[scale]", "freeze.unfreeze={1:[scale]}")),
     ("Router", (*FINE, "train.grad_clip=0.05")),

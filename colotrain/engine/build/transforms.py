@@ -6,7 +6,7 @@ function here or in a module of its own, and a row of `TRANSFORMS`, which holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from colotrain.engine.comms.agreement import check_filled_alike
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.model.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.model.changed_inputs import CHANGING
-from colotrain.engine.model.freezing import freeze_
+from colotrain.engine.model.freezing import freeze_, names_of
 from colotrain.engine.model.model_checks import check_dtypes
 from colotrain.engine.model.precision import cast_dtype
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
@@ -77,6 +77,8 @@ class Build:
     frozen: dict[str, str] = field(init=False)
     """Name of each frozen parameter → why it is frozen."""
     undecayed: Set[str] = field(init=False)
+    aliases: Mapping[str, tuple[str, ...]] = field(init=False)
+    """Each name of a tied parameter → all of its names."""
     tensor: TensorGroup = field(default_factory=TensorGroup)
     groups: list[tuple[str, list[nn.Module]]] = field(init=False)
     stage: Stage = field(default_factory=Stage)
@@ -127,6 +129,8 @@ def begin_training(build: Build) -> None:
 
 def find_undecayed(build: Build) -> None:
     build.undecayed = norms_and_biases(build.model)
+    tied = (names for names in names_of(build.model).values() if len(names) > 1)
+    build.aliases = {name: tuple(names) for names in tied for name in names}
 
 
 def divide_parameters(build: Build) -> None:

@@ -42,15 +42,35 @@ def repeated_modules(model: nn.Module) -> list[Block]:
 def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
     for name, child in module_tree.named_children(module):
         path = f"{prefix}{name}"
-        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
-            if parameter_bytes(child) and _is_repeated(child, module):
+        if isinstance(module, CONTAINERS) and _may_be_block(child) and _is_repeated(child, module):
+            if parameter_bytes(child):
                 yield path, child
-        else:
+        elif isinstance(child, CONTAINERS) or not isinstance(module, CONTAINERS):
             yield from _outermost(child, f"{path}.")
 
 
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a member of a container is one thing: no container, or a sequence of layers.
+
+    An `nn.Sequential` is a sequence of layers where no member has modules inside: one that holds
+    blocks of its own, as a stage of a ResNet does, is a list of them.
+    """
+    if not isinstance(module, CONTAINERS):
+        return True
+    members = [*module_tree.children(module)]
+    is_called = isinstance(module, nn.Sequential)
+    return is_called and len(members) > 1 and not any([*module_tree.children(m)] for m in members)
+
+
 def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
-    return sum(type(other) is type(child) for other in module_tree.children(container)) > 1
+    others = [*module_tree.children(container)]
+    return sum(_kind(other) == _kind(child) for other in others) > 1
+
+
+def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The class of a module; of an `nn.Sequential` its members', too."""
+    inside = module_tree.children(module) if isinstance(module, nn.Sequential) else ()
+    return type(module), *map(type, inside)
 
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:

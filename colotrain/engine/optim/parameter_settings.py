@@ -7,15 +7,14 @@ module, or by its name. A norm per head has two dimensions, and so has a bias pe
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from colotrain import module_tree
 from colotrain.spec.optimizers import is_in_a_layer, optimizer_of
-from colotrain.spec.plan import OptimPlan
+from colotrain.spec.plan import OptimPlan, matches
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -68,17 +67,22 @@ def _is_norm(prefix: str, own: str, module: nn.Module) -> bool:
 
 
 def settings_of(
-    name: str, ndim: int, plan: OptimPlan, *, undecayed: Set[str] = frozenset()
+    name: str,
+    ndim: int,
+    plan: OptimPlan,
+    *,
+    undecayed: Set[str] = frozenset(),
+    aliases: Sequence[str] = (),
 ) -> ParameterSettings:
     """Return the settings of a parameter; `undecayed` are the names of norms and biases.
 
-    Other matrices decay and vectors do not, unless a rule says otherwise. If several rules match,
-    each overrides the settings it names.
+    Other matrices decay and vectors do not, unless a rule says otherwise. A rule matches by any
+    name of a tied parameter. If several rules match, each overrides the settings it names.
     """
     is_matrix = ndim >= 2 and name not in undecayed
     lr_scale, weight_decay = 1.0, plan.weight_decay if is_matrix else 0.0
     for rule in plan.rules:
-        if fnmatchcase(name, rule.match):
+        if matches((name, *aliases), [rule.match]):
             lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
             weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
     tells_hidden = optimizer_of(plan.name).tells_hidden

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,7 @@ class ShardOptimizer:
         max_steps: int,
         tiers: Tiers | None = None,
         undecayed: Set[str] = frozenset(),
+        aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
@@ -67,6 +69,8 @@ class ShardOptimizer:
         """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
         """Names of the norms and biases of the model, which have no weight decay."""
+        self.aliases = aliases
+        """Name of a tied parameter → all of its names."""
         self._calls = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, nn.Parameter] = {}
@@ -113,7 +117,8 @@ class ShardOptimizer:
 
     def _settings(self, name: str) -> ParameterSettings:
         ndim = self.parameters[name].ndim
-        return settings_of(name, ndim, self.plan, undecayed=self.undecayed)
+        aliases = self.aliases.get(name, ())
+        return settings_of(name, ndim, self.plan, undecayed=self.undecayed, aliases=aliases)
 
     def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
         """Return the ranks that divide the parameter's rows; None where this rank has all."""

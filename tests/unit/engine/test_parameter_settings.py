@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from colotrain.engine.optim.parameter_settings import norms_and_biases, settings_of
+from colotrain.errors import ConfigError
 from colotrain.runs.resolving import plan_from
 from colotrain.verify.optimizers import names_without_decay
 from tests.dist.conftest import SMALL
@@ -63,6 +64,16 @@ def test_norms_and_biases_of_two_dimensions_do_not_decay() -> None:
     assert found == DECAYING
     everything = {name for name, _ in model.named_parameters()}
     assert everything - names_without_decay(model) == DECAYING
+
+
+def test_a_rule_matches_any_name_of_a_tied_parameter() -> None:
+    rules = "optim.rules=[{match: head.*, lr_scale: 0.5}]"
+    tied = plan_from([*SMALL, "model.args.tie_embeddings=true", rules])
+    found = settings_of("embed.weight", 2, tied.optim, aliases=("embed.weight", "head.weight"))
+    assert found.lr_scale == 0.5
+    assert settings_of("embed.weight", 2, tied.optim).lr_scale == 1.0
+    with pytest.raises(ConfigError, match=r"optim\.rules\[0\]\.match"):
+        plan_from([*SMALL, rules.replace("head.*", "tail.*")])
 
 
 def test_muon_leaves_norms_and_biases_to_adamw() -> None:
