@@ -35,6 +35,8 @@ class ModelFacts:
     """transformers' auxiliary loss of its routers."""
     layers_run: Callable[[], int] | None = None
     """Number of layers that a forward runs on this pipeline stage; None: all of them."""
+    whole_sequences: str = ""
+    """Why ranks may not divide the samples of a model of transformers; "" where they may."""
     gradients: Any = None
     """The engine's `GradientState`, once the model is sharded."""
 

@@ -53,7 +53,7 @@ from colotrain.models.huggingface_task import (
     is_in,
     task_of,
 )
-from colotrain.models.huggingface_tensors import allow_parts_, has_verified_parts
+from colotrain.models.huggingface_tensors import allow_parts_, has_plan
 from colotrain.models.quantized.stored import FORMATS, method_of, open_weights
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.offline import offline
@@ -95,15 +95,12 @@ def build(
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     facts_of(model).task = task
-    if predicts_next(model) or has_verified_parts(model, config):
-        allow_parts_(model, config)
+    if has_plan(model):
+        allow_parts_(model)
     if predicts_next(model):
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
-        allow_division_(model, config)
-        chunk_loss_(model)
-        loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
-        model.forward = functools.partial(loss, model.forward)
+        let_predict_next_(model)
     elif task is not None:
         model.forward = functools.partial(own_loss, model.forward, task)
     elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
@@ -112,6 +109,15 @@ def build(
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)
     return model
+
+
+def let_predict_next_(model: Any) -> None:
+    """Give a causal model of transformers colotrain's loss, and let ranks divide it if they can."""
+    allow_parts_(model)
+    allow_division_(model, model.config)
+    chunk_loss_(model)
+    loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
+    model.forward = functools.partial(loss, model.forward)
 
 
 def task_in(model: nn.Module) -> Task | None:

@@ -13,39 +13,36 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
 from colotrain.models.facts import facts_of
 
-DIVISIBLE = (
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-"""Model types, of config.json, whose layers exchange between tokens in attention alone.
-
-Each is compared with plain transformers in tests/dist/test_context_parallel.py.
-"""
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions that do not depend on the longest position in a forward."""
+CHANGES = ("s_aux", "softcap", "position_bias", "indices")
+"""Arguments of attention that change its result and that `attend` does not know."""
 NAME = "colotrain_context_parallel"
 
 
 def allow_division_(model: nn.Module, config: Any) -> None:
-    """Declare that ranks may divide the sequences of `model`, if its architecture is known to."""
-    known = config.model_type in DIVISIBLE and set(_ropes(config)) <= set(STATIC_ROPES)
-    other = getattr(config, "attn_logit_softcapping", None) is not None
-    other |= not getattr(config, "is_causal", True)
-    other |= bool(getattr(config, "output_router_logits", False))  # of whole samples
-    other |= bool(getattr(config, "use_bidirectional_attention", False))
-    if known and not other:
+    """Declare that ranks may divide the sequences of `model`, unless its settings are against it.
+
+    Whether its layers mix tokens in attention alone, a comparison says (`huggingface_check`).
+    """
+    facts_of(model).whole_sequences = against = why_whole(config)
+    if not against:
         setattr(model, ATTRIBUTE, None)
+
+
+def why_whole(config: Any) -> str:
+    """Why settings do not let ranks divide samples; "" where they do."""
+    text = config.get_text_config()
+    if text is not config:
+        return "its samples may have images, whose tokens see one another"
+    for kind in _ropes(text):
+        if "dynamic" in kind or kind == "longrope":  # the kinds that transformers updates
+            return f"its {kind} positions depend on the longest one in a forward"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "attention has a soft cap on its scores (attn_logit_softcapping)"
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
+        return "attention is not causal"
+    if getattr(text, "output_router_logits", False):
+        return "the routers' auxiliary loss is of whole samples (output_router_logits)"
+    return ""
 
 
 def _ropes(config: Any) -> Iterator[str]:
@@ -133,13 +130,17 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Return [batch, own tokens, heads, size] for query, key and value [batch, heads, own, size].
 
     As transformers calls it: `attention_mask` is None, for no masks are registered under this name.
     """
     assert attention_mask is None, "transformers made a mask of its own"
+    if given := next((name for name in CHANGES if more.get(name) is not None), ""):
+        raise ColotrainError(
+            f"mesh.cp: attention takes {given}, which is not computed from parts", "set mesh.cp=1"
+        )
     mixed = attend(
         query,
         key,

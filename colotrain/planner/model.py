@@ -12,7 +12,7 @@ from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import check_objective
 from colotrain.planner.scale import touches
 from colotrain.planner.vocabulary import check_vocabulary
-from colotrain.spec.axes import MeshPlan
+from colotrain.spec.axes import CP, TP, MeshPlan
 from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts, matches
 from colotrain.spec.survey import COMPILER, Survey
 
@@ -51,9 +51,12 @@ def survey_model(
         problems += check_vocabulary(settings, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
-    problems += _check_context_parallel(settings, model, found)
-    problems += _check_tensor_parallel(settings, model, found)
-    problems += _check_tokens(settings, model, found)
+    axes = [*_check_context_parallel(settings, model, found)]
+    axes += _check_tensor_parallel(settings, model, found)
+    axes += _check_tokens(settings, model, found)
+    if not axes and model.hf is not None:
+        axes += _check_equality(settings, model, surveys)
+    problems += axes
     problems += _check_divided_length(mesh, settings.data)
     if settings.train.compile:
         found = dataclasses.replace(found, libraries=(*found.libraries, COMPILER))
@@ -92,7 +95,7 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
 
 
 def _check_optimizer_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
-    names = [parameter.name for parameter in survey.parameters]
+    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
     for index, rule in enumerate(optim.rules):
         if not matches(names, [rule.match]):
             key, expected = f"optim.rules[{index}].match", "a glob that matches a parameter's name"
@@ -166,6 +169,7 @@ def _check_context_parallel(
         return
     if not survey.divides_sequences:
         expected = f"1: {model.value} cannot divide the tokens of a sample among ranks"
+        expected += f" ({survey.whole_sequences})" if survey.whole_sequences else ""
         fix = "docs/context-parallel.md lists the models that can"
         yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
 
@@ -218,6 +222,22 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
         expected = f"a divisor of {named}{kv}"
         fix = f"one of {', '.join(map(str, divisions.possible()))}"
         yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
+
+
+def _check_equality(settings: Config, model: ModelPlan, surveys: ModelSurveys) -> Iterator[Problem]:
+    """Problems of axes over which a small copy of the model computes something else."""
+    mesh, by_tokens = settings.mesh, settings.mesh.sequence_parallel
+    for axis, size, page in ((TP, mesh.tp, "tensor"), (CP, mesh.cp, "context")):
+        tokens = by_tokens and axis == TP
+        if size <= 1 or not (found := surveys.check_axis(model, axis, by_tokens=tokens).differs):
+            continue
+        expected = f"1: {model.value} cannot be divided ({found})"
+        key, fix = f"mesh.{axis}", f"docs/{page}-parallel.md says how models are compared"
+        value: int | bool = size
+        if tokens and not surveys.check_axis(model, axis).differs:
+            key, value = "mesh.sequence_parallel", True
+            expected = expected.replace("1: ", "false: ", 1)
+        yield Problem(key=key, value=value, expected=expected, fix=fix)
 
 
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from colotrain.planner.stages import Traces
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute, TrainPlan
 from colotrain.spec.sequence import BlockSequence
-from colotrain.spec.survey import LossStudy, Survey, Trace, Ungrouped
+from colotrain.spec.survey import AxisCheck, LossStudy, Survey, Trace, Ungrouped
 
 T = TypeVar("T")
 WITHOUT_VALUES = frozenset({"survey", "trace_micro_batch", "ungrouped", "sequence"})
@@ -106,6 +106,11 @@ class ModelSurveys:
         """Return the blocks of a model that stages may divide, or why there are none."""
         about = "sequence", data.of_samples(), data.packing
         return self._cached(BlockSequence, about, "sequence", model, data, data=data)
+
+    def check_axis(self, model: ModelPlan, axis: str, *, by_tokens: bool = False) -> AxisCheck:
+        """Compare what ranks that divide the model over `axis` compute with one process."""
+        about = axis, by_tokens
+        return self._cached(AxisCheck, about, "why_differs", model, axis, by_tokens, data=None)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
         """Return what forwards in one process find of the loss; nothing where they fail.

@@ -77,6 +77,8 @@ class Survey:
     """What people should know of how the loss is computed."""
     divides_sequences: bool = False
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
+    whole_sequences: str = ""
+    """Why they cannot, of a model of transformers."""
     divisions: Divisions | None = None
     """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
     built_whole: bool = False
@@ -93,6 +95,14 @@ class Survey:
             shape = self.divisions.part_of(p.name, p.shape, ranks)
             parameters.append(dataclasses.replace(p, shape=shape, numel=math.prod(shape)))
         return dataclasses.replace(self, parameters=tuple(parameters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisCheck:
+    """What a small copy of a model, divided over a mesh axis, computes beside the whole copy."""
+
+    differs: str = ""
+    """What differs, by the name of the module or parameter; "" for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

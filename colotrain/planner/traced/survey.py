@@ -33,11 +33,19 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.generators import seeded
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.documents import DOCUMENT_IDS
-from colotrain.models.huggingface import predicts_next, task_in
+from colotrain.models.facts import facts_of
+from colotrain.models.huggingface import (
+    is_from_directory,
+    let_predict_next_,
+    predicts_next,
+    task_in,
+)
+from colotrain.models.huggingface_check import why_matrices_differ, why_sequences_differ
 from colotrain.models.huggingface_images import modules_of_images
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_match import missing_in, remarks_on_files
 from colotrain.models.huggingface_task import MASKED
+from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.llm import LLM
 from colotrain.models.loading import (
     begin_training_,
@@ -51,13 +59,14 @@ from colotrain.models.quantized.layers import num_weights
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
-from colotrain.spec.axes import MeshPlan
+from colotrain.spec.axes import CP, TP, MeshPlan
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import GOOD, MARGIN, PADDING_MASK
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
     TRANSFORMERS,
+    AxisCheck,
     Exchange,
     LossStudy,
     ParameterInfo,
@@ -115,8 +124,27 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         or (predicts_next(module) and not balances_experts(module)),
         isolates=DOCUMENT_IDS in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
+        whole_sequences=facts_of(module).whole_sequences,
         divisions=own_divisions(module, model),
     )
+
+
+def why_differs(model: ModelPlan, axis: str, by_tokens: bool) -> AxisCheck:
+    """Compare a small copy of a model of transformers, divided over an axis, with the whole one.
+
+    Other models, and matrices that `mesh.tp_plan` divides, are the user's to compare (`verify`).
+    """
+    module = build_on_meta(model)
+    if module is None or not is_from_directory(module) or (axis == TP and model.tp_plan):
+        return AxisCheck()
+    if axis == CP:
+        return AxisCheck(differs=why_sequences_differ(module, let_predict_next_))
+    if predicts_next(module):
+        return AxisCheck(
+            differs=why_matrices_differ(module, let_predict_next_, by_tokens=by_tokens)
+        )
+    differs = why_matrices_differ(module, allow_parts_, by_tokens=by_tokens, predicts_next=False)
+    return AxisCheck(differs=differs)
 
 
 def uses_transformers(module: nn.Module, model: ModelPlan) -> bool:
