@@ -166,6 +166,11 @@ def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
     return hooks
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether something else than an optimizer gets or changes a parameter's gradient."""
+    return bool(hooks_of(parameter) or hooks_after_gradient_of(parameter))
+
+
 def forget_hooks(tensor: Tensor) -> None:
     tensor._backward_hooks = None
 

@@ -53,6 +53,7 @@ ORIGIN = ("parameter", "module", "rank", "step", "micro_batch", "phase")
 NOT_WITH_NOISE = {
     "pp": "micro-batches overlap on each stage",
     "cp": "each rank has the gradient of parts of samples",
+    "ep": "experts have the gradients of all ranks' samples",
     "tp": "each rank has a part of the gradient",
 }
 """Axis of the mesh → why the noise cannot be measured where it divides ranks."""

@@ -149,6 +149,7 @@ def verify(
     pp: Annotated[str, typer.Option(help="Values of mesh.pp; by default the plan's.")] = "",
     cp: Annotated[str, typer.Option(help="Values of mesh.cp; by default the plan's.")] = "",
     tp: Annotated[str, typer.Option(help="Values of mesh.tp; by default the plan's.")] = "",
+    ep: Annotated[str, typer.Option(help="Values of mesh.ep; by default the plan's.")] = "",
     accumulation: Annotated[str, typer.Option(help="Accumulation steps to check.")] = "1,4",
     freeze: Annotated[
         str, typer.Option(help="auto: nothing, and further sets; none: what the plan freezes.")
@@ -171,7 +172,7 @@ def verify(
         overrides or [],
         plugins=plugins,
         world_sizes=world_sizes,
-        axes={"pp": pp, "cp": cp, "tp": tp},
+        axes={"pp": pp, "cp": cp, "tp": tp, "ep": ep},
         accumulation=accumulation,
         freeze=freeze,
         optimizer=optimizer,

@@ -30,7 +30,7 @@ VERDICTS = {
 """Verdict → (style, text)."""
 BAR_WIDTH = 36
 PICTURE_WIDTH = 110
-AXES = {"context_parallel": "cp", "tensor_parallel": "tp"}
+AXES = {"context_parallel": "cp", "expert_parallel": "ep", "tensor_parallel": "tp"}
 """Axes of a plan's document → titles of their columns."""
 MOST_ROWS = 16
 
@@ -66,7 +66,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
     ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     mesh = " × ".join(map(str, plan.plugin.mesh))
-    divided = {"sample": plan.mesh.cp, "matrix": plan.mesh.tp}
+    divided = {"sample": plan.mesh.cp, "layer's experts": plan.mesh.ep, "matrix": plan.mesh.tp}
     together = "".join(f", {size} to a {what}" for what, size in divided.items() if size > 1)
     yield "ranks", f"{ranks}, {cluster.device}{cluster.chosen_threads}, mesh {mesh}{together}"
     if stages := document.get("pipeline"):

@@ -19,11 +19,11 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.launch.startup import ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console
-from colotrain.spec.axes import SAMPLES
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import DataPlan, RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.quantities import format_size, short_duration
+from colotrain.verify.cases import AXES, all_cases, batch_size, freeze_sets
 
 if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
@@ -179,7 +179,6 @@ def _plans(
     steps: int,
     resumes: bool,
 ) -> list[RunPlan]:
-    from colotrain.verify.cases import all_cases, batch_size, freeze_sets
 
     freeze = resolved.plan.freeze
     own = bool(freeze.patterns or freeze.unfreeze) or not freezes
@@ -191,7 +190,7 @@ def _plans(
         freezes=freeze_sets(resolved.survey.parameters, own=own),
     )
     if not (found := list(cases)):
-        above_one = [axis for axis in reversed(SAMPLES) if max(axes[axis]) > 1]
+        above_one = [axis for axis in reversed(AXES) if max(axes[axis]) > 1]
         key, values = f"--{above_one[0]}", axes[above_one[0]]
         others = " and ".join(f"--{axis}" for axis in above_one[1:])
         whose = f"with {others} a product that divides one" if others else "a divisor"
@@ -251,7 +250,7 @@ def _check_choice(option: str, value: str, choices: Sequence[str], fix: str) -> 
 
 def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, pad_edge=False)
-    axes = [axis for axis in SAMPLES if any(getattr(r, axis) > 1 for r in results)]
+    axes = [axis for axis in AXES if any(getattr(r, axis) > 1 for r in results)]
     names = ["plugin", "ranks", *axes, "accumulation", "frozen by"]
     for name in (*names, "loss", "gradient", "parameter", "steps"):
         table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
@@ -292,7 +291,7 @@ def _notes(results: Sequence[CaseResult]) -> Iterator[str]:
 
 
 def _describe(result: CaseResult) -> str:
-    sizes = [(axis, getattr(result, axis)) for axis in SAMPLES]
+    sizes = [(axis, getattr(result, axis)) for axis in AXES]
     axes = "".join(f", mesh.{axis}={size}" for axis, size in sizes if size > 1)
     return (
         f"{result.plugin} on {result.world_size} ranks"

@@ -59,6 +59,7 @@ RANGES: dict[str, Range] = {
     "mesh.pp": at_least(1),
     "mesh.cp": at_least(1),
     "mesh.tp": at_least(1),
+    "mesh.ep": at_least(1),
     "plugin.shard_size": at_least(1),
     "cluster.nodes": at_least(1),
     "cluster.procs_per_node": at_least(1),

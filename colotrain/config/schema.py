@@ -80,6 +80,9 @@ class Mesh(CommonMesh):
     tp_plan: dict[str, str] = field(default_factory=dict, metadata=after("tp"))
     """Glob on modules → colwise, rowwise, colwise_gather_output, rowwise_split_input or
     replicated_with_grad_allreduce: how `mesh.tp` divides a model of yours."""
+    ep_plan: list[str] = field(default_factory=list, metadata=after("ep"))
+    """Globs on modules of experts that `mesh.ep` divides in a model of yours: all their parameters
+    are [experts, …], and they take tokens, the indices of each token's experts and their gates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

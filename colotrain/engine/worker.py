@@ -53,7 +53,7 @@ from colotrain.models.facts import facts_of
 from colotrain.models.loading import COMPILED, build
 from colotrain.models.objective import attach_
 from colotrain.rundir import RunDir
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, EP, PP
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
@@ -122,7 +122,7 @@ def prepare(
     building, targets = build_sharded(plan, rundir, start, data, events, beat=beat)
     run = assemble(building, data, targets, start, device, events, stop, heartbeat)
     precompute(run)
-    copy = plan.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD)
+    copy = plan.ranks.index(rank, PP, DP_REPLICATE, DP_SHARD, EP)
     seed_all(plan.train.seed * 100_003 + copy)  # dropout differs where activations do
     start.restore_(run)
     if run.tiers is None and run.optimizer.begins_with_zeros:
@@ -202,6 +202,8 @@ def assemble(
         undecayed=building.undecayed,
         aliases=building.aliases,
         seed=plan.train.seed,
+        parts=sharded.parts,
+        comms=sharded.comms,
     )
     optimizer.add(sharded.trained())
     rank = dist.get_rank()

@@ -367,11 +367,7 @@ RULES = unless_null(
         "pipeline_model_parallel_size": taken("mesh.pp", whole),
         "context_parallel_size": taken("mesh.cp", whole),
         "sequence_parallel": taken("mesh.sequence_parallel", is_on),
-        "expert_model_parallel_size": lambda value, flat: (
-            decided("off")(value, flat)
-            if whole(value) == 1
-            else refused("experts are not divided among ranks")(value, flat)
-        ),
+        "expert_model_parallel_size": taken("mesh.ep", whole),
         "recompute_granularity": taken("train.activation_checkpointing", lambda _: "full"),
         "use_kt": refused(ENGINE),
         "kt_*": decided("for use_kt alone"),

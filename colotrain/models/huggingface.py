@@ -24,7 +24,7 @@ from colotrain import module_tree
 from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.models.facts import facts_of
 from colotrain.models.filling import Shards
-from colotrain.models.huggingface_attention import allow_division_
+from colotrain.models.huggingface_attention import allow_division_, allow_division_inside_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Extended, Source, load
 from colotrain.models.huggingface_heads import change_head_, is_encoder, padded
@@ -47,6 +47,7 @@ from colotrain.models.huggingface_match import (
 )
 from colotrain.models.huggingface_task import (
     CAUSAL,
+    MASKED,
     WITHOUT_LOSS,
     Task,
     check_predicts_next_token,
@@ -95,16 +96,17 @@ def build(
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     facts_of(model).task = task
-    if has_plan(model):
-        allow_parts_(model)
     if predicts_next(model):
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
         let_predict_next_(model)
-    elif task is not None:
-        model.forward = functools.partial(own_loss, model.forward, task)
-    elif _gives_vectors(plan) and "use_cache" in inspect.signature(model.forward).parameters:
-        model.forward = functools.partial(model.forward, use_cache=False)
+    else:
+        let_divide_matrices_(model)
+        _keep_no_keys(model)
+        if task is not None:
+            model.forward = functools.partial(own_loss, model.forward, task)
+    if head is not None or _gives_vectors(plan) or task is MASKED:
+        let_divide_samples_(model)
     if head is not None:
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)
@@ -118,6 +120,24 @@ def let_predict_next_(model: Any) -> None:
     chunk_loss_(model)
     loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
     model.forward = functools.partial(loss, model.forward)
+
+
+def let_divide_matrices_(model: Any) -> None:
+    """Let ranks divide the matrices of a model that is no causal one, if transformers says how."""
+    if has_plan(model):
+        allow_parts_(model)
+
+
+def let_divide_samples_(model: Any) -> None:
+    """Let ranks divide the samples of such a model, if they can: an encoder, or one with a head."""
+    sees_all = is_encoder(_transformers(), model.config)
+    allow_division_inside_(model, model.config, sees_all=sees_all)
+
+
+def _keep_no_keys(model: nn.Module) -> None:
+    """Let forward keep no keys of attention: recomputation would find them in its own forward."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.forward = functools.partial(model.forward, use_cache=False)
 
 
 def task_in(model: nn.Module) -> Task | None:

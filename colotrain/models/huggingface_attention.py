@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
+from colotrain.models.context_parallel import (
+    ATTRIBUTE,
+    SequenceShard,
+    attend,
+    of_first_rank,
+    whole_output,
+)
 from colotrain.models.facts import facts_of
 
 CHANGES = ("s_aux", "softcap", "position_bias", "indices")
 """Arguments of attention that change its result and that `attend` does not know."""
+HEADS = ("score", "classifier")
+"""Names that transformers gives the layer of a classifier behind its backbone."""
 NAME = "colotrain_context_parallel"
 
 
@@ -23,12 +31,13 @@ def allow_division_(model: nn.Module, config: Any) -> None:
 
     Whether its layers mix tokens in attention alone, a comparison says (`huggingface_check`).
     """
-    facts_of(model).whole_sequences = against = why_whole(config)
+    against = why_whole(config, sees_all=facts_of(model).sees_all)
+    facts_of(model).whole_sequences = against
     if not against:
         setattr(model, ATTRIBUTE, None)
 
 
-def why_whole(config: Any) -> str:
+def why_whole(config: Any, *, sees_all: bool = False) -> str:
     """Why settings do not let ranks divide samples; "" where they do."""
     text = config.get_text_config()
     if text is not config:
@@ -38,11 +47,73 @@ def why_whole(config: Any) -> str:
             return f"its {kind} positions depend on the longest one in a forward"
     if getattr(text, "attn_logit_softcapping", None) is not None:
         return "attention has a soft cap on its scores (attn_logit_softcapping)"
-    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
+    sees_later = getattr(text, "use_bidirectional_attention", False)
+    if not sees_all and (sees_later or not getattr(text, "is_causal", True)):
         return "attention is not causal"
     if getattr(text, "output_router_logits", False):
         return "the routers' auxiliary loss is of whole samples (output_router_logits)"
     return ""
+
+
+def allow_division_inside_(model: Any, config: Any, *, sees_all: bool) -> None:
+    """Declare the same of a model that is no causal language model.
+
+    It is one of vectors, of hidden tokens, or has a new head. `sees_all`: it is an encoder, whose
+    tokens attend to those behind them, too.
+    """
+    facts_of(model).sees_all = sees_all
+    allow_division_(model, config)
+    if hasattr(model, ATTRIBUTE):
+        facts_of(model).divide = _divide_inside_
+
+
+def _divide_inside_(model: Any) -> None:
+    """Let the backbone compute this rank's tokens; a classifier's outputs are gathered.
+
+    The pooling of a text comes after a decoder's head, and is then that of one process. An encoder
+    pools the first token before its head, so that the first rank's outputs are those of the text.
+    """
+    backbone = model.base_model
+    backbone.forward = functools.partial(_forward_of_part, model, backbone.forward)
+    for name in HEADS if backbone is not model else ():
+        if (head := getattr(model, name, None)) is not None:
+            head.register_forward_hook(_gather)
+            facts_of(model).gathers_outputs = True
+
+
+def _forward_of_part(
+    model: Any, forward: Callable[..., Any], input_ids: Tensor, **inputs: Any
+) -> Any:
+    """The backbone's output for this rank's tokens. Padding is at the end: no decoder sees it."""
+    mask = inputs.pop("attention_mask", None)
+    given = {name: value for name, value in inputs.items() if value is not None}
+    before, batch = num_calls(model), {"input_ids": input_ids}
+    if "position_ids" in given:
+        batch["position_ids"] = given.pop("position_ids")
+    embeddings: Any = getattr(model.base_model, "embeddings", None)
+    positions = getattr(embeddings, "create_position_ids_from_input_ids", None)
+    if positions is not None and "position_ids" not in batch:
+        batch["position_ids"] = positions(input_ids, embeddings.padding_idx)
+    seen = mask.bool() if mask is not None and facts_of(model).sees_all else None
+    own, shard = divided(model, batch, seen=seen), getattr(model, ATTRIBUTE)
+    if "token_type_ids" in given:
+        own["token_type_ids"] = shard.own(given.pop("token_type_ids"))
+    if left := sorted(name for name, value in given.items() if isinstance(value, Tensor)):
+        raise UsageError(
+            f"mesh.cp={shard.size}: {', '.join(left)} cannot be divided among ranks",
+            "leave it out of the samples, or set mesh.cp=1",
+        )
+    output = forward(**own, **given | {"use_cache": False})
+    check_calls(model, before)
+    is_backbone = model.base_model is model and not isinstance(output, Tensor)  # of a stage
+    return (output[0],) if is_backbone else output  # not what it pools
+
+
+def _gather(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    if output.ndim == 2:
+        return of_first_rank(output, getattr(head, ATTRIBUTE))
+    whole: Tensor = whole_output(head, output)
+    return whole
 
 
 def _ropes(config: Any) -> Iterator[str]:
@@ -53,10 +124,13 @@ def _ropes(config: Any) -> Iterator[str]:
             yield each["rope_type"]
 
 
-def divided(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def divided(
+    model: Any, batch: dict[str, Tensor], *, seen: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return this rank's part of the samples that `model` divides; without that, the batch itself.
 
-    `batch` has input_ids, and perhaps labels, position_ids and document_ids, all [batch, seq].
+    `batch` has input_ids, and perhaps labels, position_ids and document_ids, all [batch, seq], as
+    is `seen`, False for padding that an encoder's tokens would see.
     """
     shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
     if shard is None:
@@ -66,9 +140,10 @@ def divided(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         shard.is_known_to_model = True
     shape = batch["input_ids"].shape
     documents = batch.pop("document_ids", None)
-    if documents is None and "position_ids" in batch:
+    sees_all = facts_of(model).sees_all
+    if documents is None and "position_ids" in batch and not sees_all:
         documents = _documents_of(batch["position_ids"])
-    shard.begin(shape[1], documents)
+    shard.begin(shape[1], documents, seen=seen, is_causal=not sees_all)
     batch.setdefault("position_ids", torch.arange(shape[1], device=batch["input_ids"].device)[None])
     other = batch.keys() - {"input_ids", "labels", "position_ids"}
     if other:

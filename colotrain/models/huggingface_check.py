@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from colotrain import module_tree
 from colotrain.errors import ColotrainError, message_of
 from colotrain.generators import seeded
-from colotrain.models.context_parallel import SequenceShard, divide_sequences_
+from colotrain.models.context_parallel import SequenceShard, divide_sequences_, own_tokens
+from colotrain.models.facts import facts_of
 from colotrain.models.huggingface_small import LENGTH, VOCABULARY, small_copy
 from colotrain.models.tensor_parallel import (
     DIVISIONS,
@@ -138,6 +140,8 @@ class Whole:
     gradients: dict[str, Tensor]
     outputs: dict[str, Tensor]
     largest: float
+    weights: Tensor | None
+    """Random factors of its output, whose sum is the loss of all but causal models."""
 
     def differing(
         self, loss: float, gradients: Mapping[str, Tensor], splits: Mapping[str, Split]
@@ -178,9 +182,7 @@ def why_matrices_differ(
             return how.against
         if missing := _without_counterpart(model, getattr(model, DIVISIONS)(), divided, how):
             return f"{missing} has no counterpart in the small copy"
-        batch = _batch()
-        if not predicts_next:
-            del batch["labels"]
+        batch = _batch(divided, predicts_next)
         whole = _whole(plain, batch)
         for ranks in range(2, MOST_RANKS + 1):
             if how.allows(ranks):
@@ -192,37 +194,57 @@ def why_matrices_differ(
     return ""
 
 
-def why_sequences_differ(model: nn.Module, equip: Callable[[nn.Module], None]) -> str:
+def why_sequences_differ(
+    model: nn.Module, equip: Callable[[nn.Module], None], *, predicts_next: bool = True
+) -> str:
     """Why two ranks may not divide the samples of `model`; "" where they may."""
     try:
         plain = small_copy(model)
         divided = copy.deepcopy(plain)
         equip(divided)
-        batch = _batch()
+        batch = _batch(divided, predicts_next)
         return _compare_sequences(divided, batch, _whole(plain, batch))
     except ColotrainError as error:
         return error.problem
 
 
-def _batch() -> dict[str, Tensor]:
+def _batch(model: Any, predicts_next: bool) -> dict[str, Tensor]:
+    """Samples with targets, or with padding at the end of one."""
     generator = torch.Generator().manual_seed(7)
     ids, labels = torch.randint(2, VOCABULARY - 8, (2, 2, LENGTH), generator=generator).unbind()
-    labels[0, :9] = -100  # the first rank's first part has no target
-    return {"input_ids": ids, "labels": labels}
+    if predicts_next:
+        labels[0, :9] = -100  # the first rank's first part has no target
+        return {"input_ids": ids, "labels": labels}
+    is_padding = torch.zeros_like(ids, dtype=torch.bool)
+    is_padding[1, -5:] = True
+    batch = {"input_ids": ids.masked_fill(is_padding, getattr(model.config, "pad_token_id", 0))}
+    return batch | ({"attention_mask": 1 - is_padding.long()} if facts_of(model).sees_all else {})
 
 
-def _sum_of(output: Any) -> Tensor:
-    """The sum of what a model without a loss of next tokens returns, with random weights."""
+def _weights_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Random factors of what a model without a loss of next tokens returns, 0 for padding."""
     found = _first_tensor(output)
-    assert found is not None
+    if found is None:
+        raise ColotrainError("its small copy returned no tensor")
     generator = torch.Generator().manual_seed(9)
-    return (found * torch.randn(found.shape, generator=generator, dtype=torch.float64)).sum()
+    weights = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    mask = batch.get("attention_mask")
+    return weights if mask is None or found.ndim < 3 else weights * mask.unsqueeze(-1)
 
 
-def _loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def _loss_of(model: nn.Module, batch: dict[str, Tensor], weights: Tensor | None) -> Tensor:
     output = model(**{name: tensor.clone() for name, tensor in batch.items()})
-    loss: Tensor = output[0] if "labels" in batch else _sum_of(output)
-    return loss
+    if weights is None:
+        loss: Tensor = output[0]
+        return loss
+    is_whole = facts_of(model).gathers_outputs
+    return _weighted(output, weights if is_whole else own_tokens(model, weights))
+
+
+def _weighted(output: Any, weights: Tensor) -> Tensor:
+    found = _first_tensor(output)
+    assert found is not None, "it returned a tensor for whole samples"
+    return (found * weights).sum()
 
 
 def _whole(model: Any, batch: dict[str, Tensor]) -> Whole:
@@ -230,21 +252,26 @@ def _whole(model: Any, batch: dict[str, Tensor]) -> Whole:
     watched.watch_(model)
     try:
         with seeded(5):
-            output = model(input_ids=batch["input_ids"], use_cache=False)
+            inputs: dict[str, Any] = {n: tensor for n, tensor in batch.items() if n != "labels"}
+            if "use_cache" in inspect.signature(model.forward).parameters:
+                inputs["use_cache"] = False
+            output = model(**inputs)
     except Exception as error:  # whatever a model raises about sizes that do not fit
         raise ColotrainError(f"its small copy raised {_first_line(error)}") from error
+    weights = None
     if "labels" in batch:
         logits, labels = output.logits.double().flatten(0, 1), batch["labels"].flatten()
         loss = F.cross_entropy(logits, labels, reduction="sum")
     else:
-        loss = _sum_of(output)
+        weights = _weights_of(output, batch)
+        loss = _weighted(output, weights)
     loss.backward()
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in module_tree.named_parameters(model)
     }
     largest = max(float(each.abs().max()) for each in gradients.values())
-    return Whole(loss.item(), gradients, watched.outputs, largest)
+    return Whole(loss.item(), gradients, watched.outputs, largest, weights)
 
 
 def _compare_matrices(
@@ -267,7 +294,7 @@ def _compare_matrices(
         apply_styles_(own, how, shard)
         partial = partial_parameters(own, how, shard, splits)
         found[rank].watch_(own)
-        loss = _loss_of(own, batch)
+        loss = _loss_of(own, batch, whole.weights)
         loss.backward()
         grads: dict[str, Tensor] = {}
         for name, parameter in module_tree.named_parameters(own):
@@ -295,7 +322,7 @@ def _compare_sequences(model: nn.Module, batch: dict[str, Tensor], whole: Whole)
         own = models[rank]
         divide_sequences_(own, make_shard(rank))
         found[rank].watch_(own)
-        loss = _loss_of(own, batch)
+        loss = _loss_of(own, batch, whole.weights)
         loss.backward()
         losses[rank] = loss.item()
         threads.barrier.wait()
@@ -304,7 +331,8 @@ def _compare_sequences(model: nn.Module, batch: dict[str, Tensor], whole: Whole)
             for name, parameter in module_tree.named_parameters(model):
                 if parameter.grad is not None:
                     sums[name] += parameter.grad
-        differing[rank] = whole.differing(sum(losses), sums, {})
+        total = losses[rank] if facts_of(own).gathers_outputs else sum(losses)
+        differing[rank] = whole.differing(total, sums, {})
 
     def own_tokens(rank: int, tensor: Tensor) -> Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != LENGTH:

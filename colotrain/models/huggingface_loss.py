@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from colotrain.errors import UsageError
 from colotrain.models.adapters import is_adapted
-from colotrain.models.context_parallel import ATTRIBUTE
+from colotrain.models.context_parallel import ATTRIBUTE, own_tokens
 from colotrain.models.documents import Documents, documents_in
 from colotrain.models.facts import facts_of
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
@@ -22,13 +23,14 @@ from colotrain.models.huggingface_documents import attending_within, needs_no_ma
 from colotrain.models.huggingface_images import joined_images
 from colotrain.models.huggingface_internals import without_packed_sequence_search
 from colotrain.models.huggingface_task import (
+    MASKED,
     QUESTION_ANSWERING,
     SEQUENCE_TO_SEQUENCE,
     Task,
     check_batch,
 )
 from colotrain.models.llm import positions_within
-from colotrain.models.loss import Logits, cross_entropy, reduction
+from colotrain.models.loss import Logits, cross_entropy, exact_dtype, reduction
 from colotrain.models.tensor_parallel import ATTRIBUTE as TENSOR_SHARD
 from colotrain.models.tensor_parallel import (
     TensorShard,
@@ -171,13 +173,28 @@ def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: 
     check_batch(task, name, batch)
     if task is SEQUENCE_TO_SEQUENCE:
         batch["use_cache"] = False
+    if task is MASKED and getattr(model, ATTRIBUTE, None) is not None:
+        return _loss_of_part(model, forward, **batch)
+    on_meta = any(tensor.is_meta for tensor in batch.values() if isinstance(tensor, Tensor))
     try:
-        output = forward(**batch)
+        with without_packed_sequence_search() if on_meta else nullcontext():
+            output = forward(**batch)
     except ValueError as error:
         if "padding token" not in str(error):
             raise
         raise UsageError(f"{name}: {error}", "set model.args.pad_token_id") from error
     return output if task is not QUESTION_ANSWERING else _loss_of_answer(output, batch)
+
+
+def _loss_of_part(
+    model: nn.Module, forward: Callable[..., Any], labels: Tensor, **batch: Any
+) -> tuple[Tensor, Tensor]:
+    """(summed loss, number of targets) of this rank's tokens."""
+    logits: Tensor = forward(**batch).logits
+    own = own_tokens(model, labels).flatten()
+    exact = logits.to(exact_dtype(logits)).flatten(0, 1)
+    loss = F.cross_entropy(exact, own, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss, (own != IGNORE_INDEX).sum()
 
 
 def _loss_of_answer(output: Any, batch: dict[str, Any]) -> Any:
@@ -202,6 +219,8 @@ def _loss_of_answer(output: Any, batch: dict[str, Any]) -> Any:
 
 
 def _model_of(forward: Any) -> nn.Module:
+    while isinstance(forward, functools.partial):
+        forward = forward.func
     model: nn.Module = forward.__self__
     return model
 

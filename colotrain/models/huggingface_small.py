@@ -86,7 +86,9 @@ def _parts(config: Any) -> Iterator[Any]:
 
 def _layers_to_keep(model: nn.Module, config: Any) -> int:
     """Number of first layers among which each kind of layer is; at least two where there are."""
-    total = next(v for name in LAYERS if type(v := getattr(config, name, None)) is int)
+    total = next((v for name in LAYERS if type(v := getattr(config, name, None)) is int), 0)
+    if not total:
+        raise ColotrainError("its configuration has no number of layers")
     lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == total]
     kinds = [repr([each[index] for each in lists]) for index in range(total)]
     for layers in _layer_lists(model, total):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,9 @@ GPU_CHUNK_LOGITS = 1 << 26
 each matmul reads all of the head's weight, and adds to all of its gradient, for little work."""
 _device_type: ContextVar[str | None] = ContextVar("device_type", default=None)
 _by_token: ContextVar[bool] = ContextVar("by_token", default=False)
-Compute = Callable[[Tensor, Tensor, Tensor | None, Tensor, "Logits"], Tensor]
-"""(hidden states, head's weight, its bias, labels, what logits are) → what stands for the loss."""
+Compute = Callable[[Tensor, Tensor, Tensor | None, Tensor, "Logits", "Vocabulary | None"], Tensor]
+"""(hidden states, head's weight, its bias, labels, what logits are, the rank's part of the
+vocabulary) → what stands for the loss."""
 _compute: ContextVar[Compute | None] = ContextVar("compute", default=None)
 
 
@@ -67,6 +68,11 @@ def computing(compute: Compute) -> Iterator[None]:
         _compute.reset(before)
 
 
+def computed_by() -> Compute | None:
+    """What computes in place of `cross_entropy`."""
+    return _compute.get()
+
+
 def is_by_token() -> bool:
     return _by_token.get()
 
@@ -93,6 +99,22 @@ class Logits:
     """Factor of the products."""
     cap: float | None = None
     """The scaled products x become cap · tanh(x / cap)."""
+
+
+class Vocabulary(Protocol):
+    """The part of the vocabulary that a rank has logits of, where ranks divide it."""
+
+    def at(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """Values [rows, n] of `tokens` [rows, n] of the whole vocabulary; all ranks must call."""
+
+    def put_(self, values: Tensor, tokens: Tensor, given: Tensor) -> Tensor:
+        """Write `given` [rows, n] to those of the tokens that are in the part."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the whole vocabulary [rows]; all ranks must call."""
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Log-probabilities of the part's tokens; all ranks must call."""
 
 
 PRODUCTS = Logits()
@@ -125,8 +147,8 @@ def cross_entropy(
     Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024):
     a separate backward pass would compute every logit again.
     """
-    if (compute := _compute.get()) is not None:
-        return compute(x, weight, bias, labels, logits)
+    if (compute := computed_by()) is not None:
+        return compute(x, weight, bias, labels, logits, None)
     chunk = functools.partial(_chunk, shape=logits)
     if is_by_token():
         losses_of = functools.partial(_losses, shape=logits)

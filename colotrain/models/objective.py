@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from colotrain.dotted import import_target
+from colotrain.models.context_parallel import whole_output
 from colotrain.models.facts import facts_of
 from colotrain.models.objectives import (
     classify,
@@ -81,6 +82,12 @@ def objective_of(model: nn.Module) -> Objective | None:
     return facts_of(model).objective
 
 
+def is_of_whole(model: nn.Module) -> bool:
+    """Whether each rank computes the loss of whole samples although ranks divide them."""
+    objective = objective_of(model)
+    return objective is not None and objective.of_whole
+
+
 def output_of(
     model: nn.Module, batch: Mapping[str, Tensor], *, seen: list[Any] | None = None
 ) -> Any:
@@ -88,12 +95,19 @@ def output_of(
 
     The output of forward is appended to `seen`.
     """
-    objective = objective_of(model)
-    with nullcontext() if objective is None else objective.context(batch):
-        output = model(**inputs_of(model, batch))
+    objective, output = objective_of(model), forward_of(model, batch)
+    if is_of_whole(model):
+        output = whole_output(model, output)
     if seen is not None:
         seen.append(output)
     return output if objective is None else objective.loss(batch, output)
+
+
+def forward_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """What the model's forward returns of a batch, from which the objective makes the loss."""
+    objective = objective_of(model)
+    with nullcontext() if objective is None else objective.context(model, batch):
+        return model(**inputs_of(model, batch))
 
 
 def as_global_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

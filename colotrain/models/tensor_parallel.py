@@ -27,6 +27,7 @@ from colotrain.models.context_parallel import Collective, without_sending
 from colotrain.models.loss import (
     PRODUCTS,
     Logits,
+    computed_by,
     each_in_chunks,
     exact_dtype,
     in_chunks,
@@ -354,10 +355,40 @@ def vocabulary_cross_entropy(
     """
     part: dict[str, Any] = {"rows": weight.shape[0], "shard": shard, "shape": logits}
     rows, chunk = enter(x, shard).flatten(0, -2), functools.partial(_chunk, **part)
+    if (compute := computed_by()) is not None:
+        own = VocabularyPart(weight.shape[0], shard)
+        return compute(rows, weight, bias, labels.flatten(), logits, own)
     if is_by_token():
         losses_of = functools.partial(_losses, **part)
         return each_in_chunks(rows, weight, bias, labels.flatten(), losses_of, chunk)
     return in_chunks(rows, weight, bias, labels.flatten(), chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The `loss.Vocabulary` of one rank."""
+
+    num_rows: int
+    """Tokens of the part."""
+    shard: TensorShard
+
+    def at(self, values: Tensor, tokens: Tensor) -> Tensor:
+        index, is_here = _in_part(tokens, self.num_rows, self.shard)
+        return self.shard.sum(values.gather(1, index).where(is_here, 0.0))
+
+    def put_(self, values: Tensor, tokens: Tensor, given: Tensor) -> Tensor:
+        index, is_here = _in_part(tokens, self.num_rows, self.shard)
+        # tokens of other parts add 0 to the first, whose value may not be written by two
+        values.scatter_add_(1, index, -values.gather(1, index).where(is_here, 0.0))
+        return values.scatter_add_(1, index, given.where(is_here, 0.0))
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.shard.sum(values.sum(1))
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        top = self.shard.gather(logits.amax(1)).amax(0).unsqueeze(1)
+        found = logits - top
+        return found.sub_(self.sum(found.exp()).log_().unsqueeze(1))
 
 
 def _losses(

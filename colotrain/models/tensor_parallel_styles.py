@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,6 +36,7 @@ from colotrain.models.tensor_parallel import (
 )
 from colotrain.spec.divisions import VOCABULARY, Divisions
 from colotrain.spec.plan import ModelPlan
+from colotrain.torch_internals import has_hooks
 
 ROWS = ("colwise", "colwise_gather_output")
 COLUMNS = ("rowwise", "rowwise_split_input")
@@ -57,7 +59,7 @@ def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
     own = getattr(model, DIVISIONS, None)
     if not plan.tp_plan:
         found = own() if callable(own) else None
-        return None if found is None else adapters.divide(found, model)
+        return None if found is None else _without_hooks(adapters.divide(found, model), model)
     problems = []
     if own is not None:
         expected = f"null, for {plan.value} says itself how it is divided"
@@ -65,7 +67,14 @@ def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
     problems += problems_of(plan.tp_plan, model)
     if problems:
         raise ConfigError(problems)
-    return adapters.divide(divisions_by(plan.tp_plan, model), model)
+    return _without_hooks(adapters.divide(divisions_by(plan.tp_plan, model), model), model)
+
+
+def _without_hooks(how: Divisions, model: nn.Module) -> Divisions:
+    for name, parameter in module_tree.named_parameters(model):
+        if how.dim_of(name) is not None and has_hooks(parameter):
+            return replace(how, against=f"a hook of {name} would get a part of its gradient")
+    return how
 
 
 def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:

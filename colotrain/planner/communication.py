@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from colotrain.planner.groups import Group, fetched_ahead, find, reached_by_backward
+from colotrain.planner.groups import (
+    Group,
+    fetched_ahead,
+    find,
+    reached_by_backward,
+    shard_numel,
+)
 from colotrain.planner.layout import Layout
+from colotrain.spec.divisions import SUM_BYTES
 from colotrain.spec.optimizers import (
     is_in_a_layer,
     newton_schulz_flops,
@@ -48,13 +56,19 @@ class Traffic:
     """Exchanges of matrices with the ranks that compute on them, in an update."""
     owned_bytes: float = 0.0
     """Bytes sent in them: rows of matrices, and of results."""
+    summed_calls: int = 0
+    """Collectives that sum gradients of which ranks that divide experts have parts."""
+    summed_bytes: float = 0.0
+    """Bytes sent in them, once a step."""
+    summed_whole: float = 0.0
+    """The same with the rank's own."""
     passed_bytes: int = 0
     """Bytes of activations and their gradients sent to neighbouring pipeline stages."""
 
     @property
     def bytes_per_step(self) -> int:
         reduced = self.reduced_bytes + self.replicated_bytes
-        inside = self.inner_bytes + self.owned_bytes
+        inside = self.inner_bytes + self.owned_bytes + self.summed_bytes
         return round(self.gathered_bytes + reduced + inside) + self.passed_bytes
 
 
@@ -75,7 +89,8 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
     reduced = reductions * sum(g.trained_pieces for g in groups.values() if g.reduced_bytes)
     replicas, exchanges = layout.replicas, trace.exchanges if trace else ()
     whole = sum(g.reduced_bytes for g in groups.values())
-    updates = owned_matrices(layout, survey)
+    updates, experts = owned_matrices(layout, survey), layout.expert_ranks
+    sums, summed = _sums_of_dense(layout, survey) if experts > 1 else (0, 0.0)
     gathered = sum(uses[name] * group.gathered_bytes for name, group in groups.items())
     return Traffic(
         gathers=calls if layout.shard > 1 else 0,
@@ -92,8 +107,24 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
         inner_whole=float(steps * sum(e.whole_bytes for e in exchanges)),
         owned_calls=updates.calls,
         owned_bytes=updates.sent_bytes,
+        summed_calls=sums,
+        summed_bytes=(experts - 1) / experts * summed,
+        summed_whole=summed,
         passed_bytes=sum(layout.passed_bytes),
     )
+
+
+def _sums_of_dense(layout: Layout, survey: Survey) -> tuple[int, float]:
+    """Return the collectives that sum all gradients but experts', and their whole bytes.
+
+    A sum scatters and gathers. Before them, ranks tell each other which gradients there are.
+    """
+    by_dtype: Counter[str] = Counter()
+    for p in survey.parameters:
+        if p.frozen_by is None and p.divided_shape is None:
+            by_dtype[p.dtype] += shard_numel(p, layout.shard) * p.itemsize
+    buckets = sum(math.ceil(num_bytes / SUM_BYTES) for num_bytes in by_dtype.values())
+    return 2 * (1 + buckets), 2.0 * by_dtype.total()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +145,10 @@ def owned_matrices(layout: Layout, survey: Survey) -> OwnedMatrices:
     if not optimizer_of(layout.optim.name).tells_hidden:
         return OwnedMatrices()
     trained = [p for p in survey.parameters if p.frozen_by is None]
-    shapes = [p.shape for p in trained if is_in_a_layer(p.name, p.shape)]
+    shapes = [p.whole_shape for p in trained if is_in_a_layer(p.name, p.shape)]
     if not shapes:
         return OwnedMatrices()
-    rounds, ranks = rounds_of(shapes, layout.shard), layout.shard
+    ranks, rounds = layout.owners, rounds_of(shapes, layout.owners)
     numel = sum(math.prod(shape) for shape in shapes)
     costs = [max(newton_schulz_flops(shapes[i]) for i, _ in pairs) for pairs in rounds]
     needed = [math.prod(s) * 3 + max(2 * min(s) ** 2, math.prod(s)) for s in shapes]

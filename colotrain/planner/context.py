@@ -19,7 +19,7 @@ from colotrain.planner.offload import offloaded_estimate
 from colotrain.planner.scale import Scale
 from colotrain.planner.stages import Stage
 from colotrain.planner.time import Part, chunk_shares, step_time
-from colotrain.spec.axes import DP_SHARD, PP, MeshPlan
+from colotrain.spec.axes import COPY, DP_SHARD, PP, MeshPlan
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
 from colotrain.spec.observing import ObservePlan
@@ -222,11 +222,14 @@ class PlanningContext(Examined):
         precision = PRECISIONS[self.train.precision]
         itemsize = precision.num_bytes if precision.is_cast else sequence.activation_itemsize
         near = ranks.has_neighbours_on_node(PP, procs_per_node=procs)
+        parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
         return replace(
             layout,
+            owners=ranks.size(*COPY),
+            expert_ranks=mesh.ep,
             stages=mesh.pp,
             stage=self.stage.number,
-            activation_bytes=sequence.activation_numel * itemsize // mesh.cp,
+            activation_bytes=sequence.activation_numel * itemsize // parts,
             stage_chunks=mesh.pp_chunks,
             gradients_sent=self.stage.gradients_sent,
             links_stages=near and self.scale.device == "cpu",

@@ -77,14 +77,15 @@ class Sheet:
     node_bytes_per_s: float
 
 
-def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int, tp: int = 1) -> Hardware:
+def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int, parts: int = 1) -> Hardware:
     """Published hardware, with the costs of collectives on the mesh of `layout`.
 
     A ring across nodes is as fast as its slowest link; its latency grows with its length. Replicas
-    all-reduce between nodes, all ranks of a node at the same time. With groups of `tp` ranks there
-    are so many rings, which share the links of a node.
+    all-reduce between nodes, all ranks of a node at the same time. With groups of `parts`
+    neighbours that divide matrices or experts there are so many rings, which share the links of a
+    node.
     """
-    procs_per_node, of_node = procs_per_node // tp, sheet.node_bytes_per_s / tp
+    procs_per_node, of_node = procs_per_node // parts, sheet.node_bytes_per_s / parts
     inside = layout.shard <= procs_per_node
     link = sheet.link_bytes_per_s if inside else min(sheet.link_bytes_per_s, of_node)
     between = of_node / min(procs_per_node, layout.shard)

@@ -34,6 +34,10 @@ class Layout:
     shard: int
     """Number of ranks that a copy of the model is sharded over."""
     replicas: int = 1
+    owners: int = 1
+    """Ranks that divide each matrix, into shards and parts of its inputs or outputs."""
+    expert_ranks: int = 1
+    """Ranks that divide experts, and sum the gradients of all other parameters once a step."""
     accumulation_steps: int = 1
     micro_batch: int = 1
     precision: str = "fp32"
@@ -119,6 +123,7 @@ def layout_of(
         parameters_live=plugin.parameters_live,
         gradients=plugin.gradients,
         shard=plugin.dp_shard,
+        owners=plugin.dp_shard,
         replicas=plugin.dp_replicate,
         accumulation_steps=batch.accumulation_steps,
         micro_batch=batch.micro_batch,

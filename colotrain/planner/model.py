@@ -12,7 +12,7 @@ from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import check_objective
 from colotrain.planner.scale import touches
 from colotrain.planner.vocabulary import check_vocabulary
-from colotrain.spec.axes import CP, TP, MeshPlan
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts, matches
 from colotrain.spec.survey import COMPILER, Survey
 
@@ -53,6 +53,7 @@ def survey_model(
         problems += _check_length(settings.data, found)
     axes = [*_check_context_parallel(settings, model, found)]
     axes += _check_tensor_parallel(settings, model, found)
+    axes += _check_expert_parallel(settings, model, found)
     axes += _check_tokens(settings, model, found)
     if not axes and model.hf is not None:
         axes += _check_equality(settings, model, surveys)
@@ -226,18 +227,36 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
 
 def _check_equality(settings: Config, model: ModelPlan, surveys: ModelSurveys) -> Iterator[Problem]:
     """Problems of axes over which a small copy of the model computes something else."""
-    mesh, by_tokens = settings.mesh, settings.mesh.sequence_parallel
-    for axis, size, page in ((TP, mesh.tp, "tensor"), (CP, mesh.cp, "context")):
-        tokens = by_tokens and axis == TP
-        if size <= 1 or not (found := surveys.check_axis(model, axis, by_tokens=tokens).differs):
-            continue
-        expected = f"1: {model.value} cannot be divided ({found})"
-        key, fix = f"mesh.{axis}", f"docs/{page}-parallel.md says how models are compared"
-        value: int | bool = size
-        if tokens and not surveys.check_axis(model, axis).differs:
-            key, value = "mesh.sequence_parallel", True
-            expected = expected.replace("1: ", "false: ", 1)
-        yield Problem(key=key, value=value, expected=expected, fix=fix)
+    mesh = settings.mesh
+    if mesh.tp <= 1 and mesh.cp <= 1:
+        return
+    found = surveys.check_axes(model)
+    by_tokens = mesh.sequence_parallel and not found.matrices and found.tokens
+    matrices: tuple[str, int | bool, str, str] = "mesh.tp", mesh.tp, "1", found.matrices
+    if by_tokens:
+        matrices = "mesh.sequence_parallel", True, "false", found.tokens
+    sequences = "mesh.cp", mesh.cp, "1", found.sequences
+    for size, (key, value, other, why) in ((mesh.tp, matrices), (mesh.cp, sequences)):
+        if size > 1 and why:
+            expected = f"{other}: {model.value} cannot be divided ({why})"
+            page = "context" if key == "mesh.cp" else "tensor"
+            fix = f"docs/{page}-parallel.md says how models are compared"
+            yield Problem(key=key, value=value, expected=expected, fix=fix)
+
+
+def _check_expert_parallel(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problems of dividing the model's experts among ranks."""
+    ep, how = settings.mesh.ep, survey.experts
+    if ep <= 1:
+        return
+    if how.against:
+        expected = f"1: {model.value} cannot divide its experts among ranks ({how.against})"
+        fix = "docs/expert-parallel.md lists the models that can"
+        yield Problem(key="mesh.ep", value=ep, expected=expected, fix=fix)
+    elif not how.allows(ep):
+        expected = f"a divisor of {', '.join(f'{n}={size}' for n, size in how.sizes.items())}"
+        fix = f"one of {', '.join(map(str, how.possible()))}"
+        yield Problem(key="mesh.ep", value=ep, expected=expected, fix=fix)
 
 
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:

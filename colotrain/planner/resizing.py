@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from colotrain.config.schema import Config, Elastic
@@ -40,7 +39,7 @@ def check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
     copies = {n: Ranks.of(mesh, world=n * procs).size(DP_SHARD) for n in others}
     missing = [str(n) for n, num in copies.items() if shard and shard > 0 and num % shard]
     if missing:
-        parts = dataclasses.replace(mesh, cp=1).together
+        parts = mesh.copy_ranks
         each = procs if parts == 1 else f"{procs} / {parts}"
         expected = (
             f"a divisor of {each} × nodes for every number of nodes from {least} to {most}, which "

@@ -199,7 +199,7 @@ def planning_context(
 ) -> PlanningContext:
     """What the choice of a plugin depends on."""
     scale, batch, model, data = examined.scale, examined.batch, examined.model, examined.data
-    survey = at_peak(examined.survey.divided(scale.mesh.tp), examined.freeze)
+    survey = at_peak(examined.survey.divided(scale.mesh), examined.freeze)
     traces = surveys.traces(model, examined.freeze, data, train, scale)
     stages = divide(Stage(survey=survey, traces=traces), scale)
     return PlanningContext(
@@ -276,6 +276,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         loss=settings.train.loss,
         objective=objective_plan(settings, problems),
         tp_plan=settings.mesh.tp_plan,
+        ep_plan=settings.mesh.ep_plan,
     )
 
 

@@ -164,6 +164,7 @@ def _mesh(mesh: Mesh) -> MeshPlan:
         pp_chunks=chunks,
         cp=max(1, mesh.cp),
         tp=max(1, mesh.tp),
+        ep=max(1, mesh.ep),
         sequence_parallel=mesh.sequence_parallel and mesh.tp > 1,
     )
 
@@ -244,8 +245,8 @@ def timed_hardware(
             link_bytes_per_s=described.link_gb_per_s * 1e9,
             node_bytes_per_s=described.node_gb_per_s * 1e9,
         )
-        procs, tp = scale.procs_per_node, scale.mesh.tp
-        return lambda layout: from_sheet(sheet, layout, procs_per_node=procs, tp=tp)
+        procs, parts = scale.procs_per_node, scale.mesh.parts
+        return lambda layout: from_sheet(sheet, layout, procs_per_node=procs, parts=parts)
     if scale.device != "cpu":
         return None
     ranks, precision = scale.procs_per_node, train.precision

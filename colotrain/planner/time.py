@@ -84,7 +84,7 @@ def own_time(part: Part, hardware: Hardware) -> float:
     amounts = amounts_of(layout, survey, trace)
     spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
     communicating = sum(spent.pop(name) for name in COMMUNICATION_COSTS)
-    attention = spent.pop("attention_byte_s")  # waited for in every layer
+    attention = spent.pop("attention_byte_s")  # waited for in every layer, and after the last
     after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
         # the host launches the kernels, and is the limit where it is slower than the GPU
@@ -116,12 +116,13 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
         "reduced_byte_s": sent.reduced_bytes,
         "replicated_byte_s": sent.replicated_bytes,
         "gathered_whole_s": sent.gathered_whole
-        + (sent.inner_whole + sent.passed_bytes if is_cpu else 0.0),
+        + (sent.inner_whole + sent.summed_whole + sent.passed_bytes if is_cpu else 0.0),
         "reduced_whole_s": sent.reduced_whole,
         "collective_s": (sent.calls if is_cpu else sent.gathers + sent.reductions)
         + sent.inner_calls
-        + sent.owned_calls,
-        "attention_byte_s": sent.inner_bytes,
+        + sent.owned_calls
+        + sent.summed_calls,
+        "attention_byte_s": sent.inner_bytes + sent.summed_bytes,
         "element_s": sum(group.trained_shard_numel for group in groups),
         "step_s": 1.0,
     }

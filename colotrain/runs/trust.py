@@ -48,6 +48,7 @@ ALLOWED = {
     "model.quantize": WORDS,
     "model.tokens": TEXT,
     "model.tp_plan": TEXT,
+    "model.ep_plan": TEXT,
     "model.adapter": TEXT,
     "model.adapter.path": NOTHING,
     "model.adapter.merge": NOTHING,

@@ -23,13 +23,19 @@ class Axis(StrEnum):
     """Shards of a replica: ranks that divide each parameter's rows among themselves."""
     CP = "cp"
     """Parts of the tokens of a sample."""
+    EP = "ep"
+    """Parts of the experts of a shard."""
     TP = "tp"
     """Parts of the matrices of a shard."""
 
 
-PP, DP_REPLICATE, DP_SHARD, CP, TP = Axis
-STAGE = (DP_REPLICATE, DP_SHARD, TP)
+PP, DP_REPLICATE, DP_SHARD, CP, EP, TP = Axis
+STAGE = (DP_REPLICATE, DP_SHARD, EP, TP)
 """Axes along which ranks of one pipeline stage differ; without stages, all ranks."""
+COPY = (DP_SHARD, EP, TP)
+"""Axes along which the ranks that divide one copy of a stage's parameters differ."""
+MATRICES = frozenset({EP, TP})
+"""Axes along which ranks have parts of some parameters, each of which is then sharded."""
 SAMPLES = (PP, CP, TP)
 """Axes in which the ranks that work on the same samples differ."""
 
@@ -40,7 +46,8 @@ class Ranks:
 
     The ranks of a stage follow one another, and so do those of a tensor-parallel group. The ranks
     (or tensor-parallel groups) of a stage are divided twice: into replicas of shards, by what they
-    hold, and into readers of `cp` neighbours each, by what they compute.
+    hold, and into readers of `cp` neighbours each, by what they compute. Neighbours that divide
+    experts are readers of their own.
     """
 
     sizes: Mapping[Axis, int]
@@ -54,14 +61,14 @@ class Ranks:
     def of(cls, mesh: MeshPlan, *, world: int, shard: int | None = None) -> Ranks:
         """Return the arrangement of `world` ranks, of which `shard` divide each parameter.
 
-        None: there are no replicas. If `world` is not a multiple of pp × tp × shard, the remaining
-        ranks are left out.
+        None: there are no replicas. If `world` is not a multiple of pp × ep × tp × shard, the
+        remaining ranks are left out.
         """
-        copies = world // (mesh.pp * mesh.tp)
+        copies = world // mesh.copy_ranks
         data = {DP_SHARD: copies}
         if shard is not None:
             data = {DP_REPLICATE: copies // shard, DP_SHARD: shard}
-        sizes = {PP: mesh.pp, **data, CP: mesh.cp, TP: mesh.tp}
+        sizes = {PP: mesh.pp, **data, CP: mesh.cp, EP: mesh.ep, TP: mesh.tp}
         return cls({axis: size for axis, size in sizes.items() if axis in data or size > 1})
 
     @property
@@ -71,7 +78,7 @@ class Ranks:
     @property
     def readers(self) -> int:
         """Number of groups that read different samples; ranks within a group read the same ones."""
-        return self.size(DP_REPLICATE, DP_SHARD) // self.size(CP)
+        return self.size(DP_REPLICATE, DP_SHARD, EP) // self.size(CP)
 
     @property
     def data_sizes(self) -> tuple[int, ...]:
@@ -131,11 +138,13 @@ class Ranks:
 
     def largest_shard(self, *, procs_per_node: int) -> int:
         """Return how many ranks of a node can divide parameters, so that replicas are alike."""
-        return math.gcd(procs_per_node // self.size(TP), self.size(DP_REPLICATE, DP_SHARD))
+        return math.gcd(procs_per_node // self.size(EP, TP), self.size(DP_REPLICATE, DP_SHARD))
 
     def _stride(self, axis: Axis) -> int:
         """Return the difference of two ranks that are neighbours in an axis."""
-        inside = {PP: STAGE, DP_REPLICATE: (DP_SHARD, TP), DP_SHARD: (TP,), CP: (TP,), TP: ()}
+        within = (EP, TP)
+        inside = {PP: STAGE, DP_REPLICATE: (DP_SHARD, *within), DP_SHARD: within, CP: within}
+        inside |= {EP: (TP,), TP: ()}
         return self.size(*inside[axis])
 
 
@@ -179,21 +188,35 @@ class MeshPlan(CommonMesh):
         """Ranks that work on the same samples."""
         return self.pp * self.cp * self.tp
 
+    @property
+    def parts(self) -> int:
+        """Ranks that have parts of one copy of a stage: of its experts, or of its matrices."""
+        return self.ep * self.tp
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that have parts of one copy of the model, before the plugin shards it."""
+        return self.pp * self.parts
+
     def readers(self, world: int) -> int:
         """Return the groups of such ranks among `world` ranks; 0 if they are not whole."""
-        return 0 if world % self.together else world // self.together
+        return 0 if world % math.lcm(self.together, self.copy_ranks) else world // self.together
 
     def unit(self, nodes: int) -> int:
         """What the number of ranks of each of `nodes` nodes must be a multiple of.
 
         Ranks that exchange inside every layer are on one node; stages may be on several.
         """
-        return math.lcm(self.cp * self.tp, self.together // math.gcd(self.together, nodes))
+        return math.lcm(
+            self.cp * self.tp,
+            self.parts,
+            self.together // math.gcd(self.together, nodes),
+        )
 
     @property
     def above_one(self) -> dict[str, int]:
         """Configuration key → size of each axis that is above 1."""
-        axes = {"mesh.pp": self.pp, "mesh.cp": self.cp, "mesh.tp": self.tp}
+        axes = {"mesh.pp": self.pp, "mesh.cp": self.cp, "mesh.ep": self.ep, "mesh.tp": self.tp}
         return {name: size for name, size in axes.items() if size > 1}
 
     @property

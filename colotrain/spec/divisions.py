@@ -12,6 +12,8 @@ VOCABULARY = "vocabulary"
 """Style of an embedding and of a head with its loss, which have a part of the vocabulary's rows."""
 MOST_RANKS = 64
 """Largest group that messages name."""
+SUM_BYTES = 32 << 20
+"""Bytes of gradients that the ranks of a group sum at a time, in a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

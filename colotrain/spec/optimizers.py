@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +64,12 @@ class Optimizer:
     """Whether its fused kernel loses updates in half precision on the CPU."""
     tells_hidden: bool = False
     """Whether it updates the matrices of numbered layers in another way than the rest."""
-    whole_state: frozenset[str] = frozenset()
-    """Keys of a matrix's state that every rank has whole; of others it has its rows."""
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """Keys of a matrix's state → its dimension, from the end, of which it has sums and so 1."""
     averages: bool = False
     """Whether a run is evaluated and exported with a mean of its parameters over all steps."""
+    orthogonalizes: bool = False
+    """Whether it makes the updates of matrices of layers orthogonal, in bfloat16."""
     blocks: Blocks | None = None
     """How the state of large parameters has 8 bits; None where it has the parameter's dtype."""
 
@@ -115,8 +117,10 @@ OPTIMIZERS = {
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
     # The most: embeddings have AdamW's two; matrices have one.
-    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True),
-    "adafactor": Optimizer(state_tensors=0, whole_state=frozenset({"col_var"})),
+    "muon": Optimizer(
+        state_tensors=2, num_betas=(2,), momentum_beta=1, tells_hidden=True, orthogonalizes=True
+    ),
+    "adafactor": Optimizer(state_tensors=0, sums={"row_var": -1, "col_var": -2}),
     "adamw8bit": Optimizer(
         state_tensors=2, num_betas=(2,), counts_steps=True, begins_with_zeros=True, blocks=BLOCKS
     ),
@@ -124,7 +128,6 @@ OPTIMIZERS = {
         state_tensors=2, num_betas=(2,), counts_steps=True, is_elementwise=True, averages=True
     ),
 }
-ELEMENTWISE = tuple(name for name, known in OPTIMIZERS.items() if known.is_elementwise)
 CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)
 """Properties assumed of a user's optimizer, `package.module:Class`; its state may be smaller."""
 

@@ -175,6 +175,8 @@ class ModelPlan(CommonModel):
     """What colotrain computes the loss of; None: the model's forward has it, or `loss`."""
     tp_plan: dict[str, str] = field(default_factory=dict)
     """Glob on modules → how ranks divide them; empty for models that say so themselves."""
+    ep_plan: list[str] = field(default_factory=list)
+    """Globs on modules of experts; empty where they are found."""
 
     @property
     def head(self) -> Head | None:

@@ -33,9 +33,9 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
     ranks = plan.plugin.arrange(mesh, world=world)
     if ranks.world != world:
         copies = Ranks.of(mesh, world=world).size(DP_SHARD)
+        who = _named(copies, mesh.parts)
         raise ColotrainError(
-            f"{nodes} nodes: {_named(copies, mesh.tp)} cannot be divided into replicas of "
-            f"{plan.plugin.dp_shard}",
+            f"{nodes} nodes: {who} cannot be divided into replicas of {plan.plugin.dp_shard}",
             f"set plugin.shard_size to a divisor of {procs}",
         )
     steps = batch.global_batch // (batch.micro_batch * readers)

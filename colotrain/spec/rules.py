@@ -14,7 +14,7 @@ from typing import Any
 
 from colotrain.errors import Problem
 from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
-from colotrain.spec.optimizers import ELEMENTWISE, OPTIMIZERS
+from colotrain.spec.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,7 @@ NO_AXES = {"mesh.cp": 1, "mesh.tp": 1}
 PROMPTS = "observe.samples.prompts"
 ON_DEVICE = ("plugin.budget.device", "plugin.budget.host", "plugin.budget.disk", "plugin.disk_path")
 WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
-WHOLE_MATRICES = "the others need whole matrices: take another, or set mesh.tp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
-PARTS_OF_OUTPUTS = "a rank has outputs of a part of the tokens"
 
 RULES: tuple[Rule, ...] = (
     Rule("model.hf", "model.target", (None,), "the directory is a model already"),
@@ -115,7 +113,6 @@ RULES: tuple[Rule, ...] = (
     Rule(PAIRS, "data.packing", ("auto", "none"), "each pair is a sample"),
     Rule(PAIRS, "data.isolate", (False,), "each pair is a sample"),
     Rule(PAIRS, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(PAIRS, {"mesh.cp": 1}),
     Rule(
         DPO,
         "checkpoint.resume",
@@ -128,13 +125,10 @@ RULES: tuple[Rule, ...] = (
     Rule(CLASSIFY, "data.corpus", (None,), "a corpus has no labels"),
     Rule(CLASSIFY, "data.packing", ("auto", "none"), "each text is a sample"),
     Rule(CLASSIFY, "data.isolate", (False,), "each text is a sample"),
-    *rules(CLASSIFY, {"mesh.cp": 1}),
     Rule(MASKED, "data.target", (None,), "tokens of files are hidden (data.path)"),
     Rule(MASKED, "data.isolate", (False,)),
-    *rules(MASKED, {"mesh.cp": 1}),
     Rule(DISTILL, "train.loss", (None,), "the objective is the loss"),
     Rule(DISTILL, "data.target", (None,), "the teacher reads files (data.path)"),
-    *rules(DISTILL, NO_AXES),
     *rules(KTO, OWN, "the objective has its own"),
     Rule(KTO, "train.on_nonfinite", ("stop", "skip")),
     Rule(KTO, "train.compile", (False,), "a pass without gradients comes before each step"),
@@ -143,7 +137,6 @@ RULES: tuple[Rule, ...] = (
     Rule(KTO, "data.packing", ("auto", "none"), "each answer is a sample"),
     Rule(KTO, "data.isolate", (False,), "each answer is a sample"),
     Rule(KTO, "data.loss_on", ("answers", "last"), "prompts have no part in the loss"),
-    *rules(KTO, {"mesh.cp": 1}),
     Rule(
         KTO,
         "checkpoint.resume",
@@ -152,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         "export that checkpoint (`colotrain export`), and name the directory in model.hf",
     ),
     Rule(
-        "train.objective=reward,classify,classify_tokens,embed",
+        "mesh.tp>1 and train.objective=reward,classify,classify_tokens,embed",
         "mesh.sequence_parallel",
         (False,),
         "tokens are divided where the vocabulary of the output is",
@@ -165,7 +158,12 @@ RULES: tuple[Rule, ...] = (
     Rule(EMBED, "data.packing", ("auto", "none"), "each text is a row"),
     Rule(EMBED, "data.isolate", (False,), "each text is a row"),
     Rule(EMBED, PROMPTS, ([],), "a model of embeddings continues no text"),
-    *rules(EMBED, {"mesh.cp": 1}),
+    Rule(
+        f"{EMBED} and mesh.pp>1",
+        "mesh.pp_schedule",
+        ("1f1b",),
+        "chunks run in another order in the pass before a step, where dropout must drop the same",
+    ),
     Rule("data.images", "model.target", (None,), "", "name an image-text directory: model.hf"),
     Rule("data.images", "data.target", (None,), "images are those of files (data.path)"),
     Rule("data.images", "data.corpus", (None,), "a corpus has no images"),
@@ -178,6 +176,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data.images", PROMPTS, ([],), "prompts have no images"),
     *rules("data.images", OWN, "the loss is that of answers"),
     *rules("data.images", {**NO_AXES, "mesh.pp": 1}, "ranks divide no images"),
+    Rule("data.images", "mesh.ep", (1,), "ranks wait for those whose images meet no experts"),
     Rule("adapter.name=dora", "adapter.parameters", ([],), "PEFT's DoRA is of linear layers"),
     Rule(
         "adapter.parameters",
@@ -192,16 +191,17 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter.merge", "model.quantize", (None,), "blocks hold the weights of the directory"),
     Rule("adapter.parameters", "mesh.tp", (1,), "ranks divide no parameters of experts"),
     Rule("adapter.parameters", "train.compile", (False,), "sums take the parameters' places"),
-    *rules("mesh.pp>1", {"train.compile": False, **OWN, "train.objective": None}),
-    Rule("mesh.pp>1", PROMPTS, ([],), "no rank has the whole model"),
-    Rule("mesh.pp>1", "mesh.sequence_parallel", (False,)),
+    Rule(
+        "mesh.pp>1 and mesh.tp>1 and mesh.sequence_parallel=true",
+        "mesh.pp_schedule",
+        ("1f1b",),
+        "the first layer divides the tokens, and is not called where another chunk runs",
+    ),
     *rules("mesh.pp>1", dict.fromkeys(ON_DEVICE, "auto"), "stages keep all on the device"),
     Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
-    *rules("mesh.cp>1", OWN, PARTS_OF_OUTPUTS, "set mesh.cp=1, or let the model return them"),
     Rule("mesh.cp>1", "train.compile", (False,)),
-    Rule("mesh.cp>1", PROMPTS, ([],), "ranks divide every sample"),
     Rule("mesh.tp>1", "train.compile", (False,)),
     Rule(
         "optim.name=schedule_free_adamw",
@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
         ("constant",),
         "the mean over all steps does what a falling rate does (a warm-up is of use)",
     ),
-    Rule("mesh.tp>1", "optim.name", tuple(ELEMENTWISE), fix=WHOLE_MATRICES),
+    Rule("optim.name=adamw8bit", "mesh.tp", (1,), "a scale is that of a block within a whole row"),
     Rule(
         "optim.rounding=stochastic,kahan",
         "optim.name",
@@ -217,7 +217,11 @@ RULES: tuple[Rule, ...] = (
         "the others round to the nearest number",
     ),
     Rule("mesh.tp>1", "optim.rounding", ("nearest",), "random bits follow the rows of a parameter"),
-    Rule("mesh.tp>1 and mesh.sequence_parallel=true", PROMPTS, ([],), "ranks divide every sample"),
+    *rules("mesh.ep>1", {"mesh.tp": 1, "mesh.cp": 1, "mesh.pp": 1}, "experts alone are divided"),
+    *rules("mesh.ep>1", {"train.compile": False}, "how many tokens an expert gets is not known"),
+    Rule("mesh.ep>1", "model.quantize", (None,), "blocks of experts are not divided"),
+    Rule("mesh.ep>1", "adapter.parameters", ([],), "ranks divide no adapters of experts"),
+    Rule("mesh.ep>1", PROMPTS, ([],), "no rank has all experts"),
     Rule("data.target", PROMPTS, ([],), "its tokenizer is not known"),
     *rules("data.target", OF_FILES, "a dataset of your own makes its samples itself", "remove it"),
     Rule("train.eval_every=0", "train.stop_early.metric", (None,), fix="raise train.eval_every"),

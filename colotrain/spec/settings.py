@@ -28,7 +28,8 @@ DataFormat = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonMesh:
-    """Axes of the mesh of ranks beside the plugin's; ranks along them work on the same samples."""
+    """Axes of the mesh of ranks beside the plugin's; ranks along pp, cp and tp work on the same
+    samples."""
 
     pp: int = 1
     """Pipeline parallelism: stages that each hold some consecutive blocks of the model, for models
@@ -42,6 +43,9 @@ class CommonMesh:
     tp: int = 1
     """Tensor parallelism: ranks of a host that divide every layer's matrices among themselves, for
     layers too large for one rank."""
+    ep: int = 1
+    """Expert parallelism: ranks of a host that divide the experts of every layer among themselves.
+    They read different samples, and send their tokens to the ranks that have the experts."""
     sequence_parallel: bool = False
     """With `mesh.tp` above 1, its ranks divide norms and the residual stream by tokens as well, so
     that each holds less of the activations. Without it, it changes nothing."""

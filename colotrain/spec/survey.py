@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import IGNORE_INDEX
 
@@ -31,8 +32,14 @@ class ParameterInfo:
     dtype: str = "float32"
     is_cast: bool = True
     """Whether it is gathered in the compute dtype; whole numbers, as of packed blocks, are not."""
+    divided_shape: tuple[int, ...] | None = None
+    """Shape of the whole parameter where ranks divide matrices or experts; `shape` is a part's."""
     num_weights: int | None = None
     """Numbers of the model that it stands for, where it is packed; None: its own."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.divided_shape or self.shape
 
     @property
     def counted(self) -> int:
@@ -81,28 +88,43 @@ class Survey:
     """Why they cannot, of a model of transformers."""
     divisions: Divisions | None = None
     """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
+    experts: Divisions = field(default_factory=Divisions)
+    """How ranks can divide its experts (`mesh.ep`)."""
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""
     libraries: tuple[str, ...] = ()
     """What every rank imports beside torch: `TRANSFORMERS`, `COMPILER`."""
 
-    def divided(self, ranks: int) -> Survey:
-        """The model with the parameters that one of `ranks` with parts of its matrices holds."""
-        if ranks == 1 or self.divisions is None:
-            return self
-        parameters = []
-        for p in self.parameters:
-            shape = self.divisions.part_of(p.name, p.shape, ranks)
-            parameters.append(dataclasses.replace(p, shape=shape, numel=math.prod(shape)))
-        return dataclasses.replace(self, parameters=tuple(parameters))
+    def divided(self, mesh: MeshPlan) -> Survey:
+        """The model with the parameters that one rank with parts of matrices, or experts, holds."""
+        parameters = self.parameters
+        for ranks, how in ((mesh.tp, self.divisions), (mesh.ep, self.experts)):
+            if ranks > 1 and how is not None:
+                parameters = tuple(_part_of(p, how, ranks) for p in parameters)
+        return dataclasses.replace(self, parameters=parameters)
+
+
+def _part_of(parameter: ParameterInfo, how: Divisions, ranks: int) -> ParameterInfo:
+    shape = how.part_of(parameter.name, parameter.shape, ranks)
+    if shape == parameter.shape:
+        return parameter
+    whole, numel = parameter.whole_shape, math.prod(shape)
+    return dataclasses.replace(parameter, shape=shape, numel=numel, divided_shape=whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AxisCheck:
-    """What a small copy of a model, divided over a mesh axis, computes beside the whole copy."""
+class AxisChecks:
+    """What a small copy of a model, divided over mesh axes, computes beside the whole copy.
 
-    differs: str = ""
-    """What differs, by the name of the module or parameter; "" for nothing."""
+    Each is what differs, by the name of the module or parameter; "" for nothing.
+    """
+
+    matrices: str = ""
+    """Of ranks that divide matrices (`mesh.tp`)."""
+    tokens: str = ""
+    """Of those that divide tokens between them, too (`mesh.sequence_parallel`)."""
+    sequences: str = ""
+    """Of ranks that divide samples (`mesh.cp`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

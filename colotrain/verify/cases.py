@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colotrain.spec.axes import SAMPLES, MeshPlan
+from colotrain.spec.axes import EP, SAMPLES, MeshPlan
 from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.survey import ParameterInfo
+
+AXES = (*SAMPLES, EP)
+"""The axes that a case has a size of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,8 @@ class Case:
     """Ranks that divide each sample."""
     tp: int = 1
     """Ranks that divide each matrix."""
+    ep: int = 1
+    """Ranks that divide each layer's experts."""
     accumulation_steps: int
     freeze: tuple[str, ...] | None
     """Patterns to freeze; None leaves the user's own freeze section."""
@@ -35,7 +40,7 @@ class Case:
     @property
     def readers(self) -> int:
         """Groups of ranks that work on the same samples; 0 if the axes do not divide the ranks."""
-        return MeshPlan(pp=self.pp, cp=self.cp, tp=self.tp).readers(self.world_size)
+        return MeshPlan(pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep).readers(self.world_size)
 
     def apply(
         self, config: dict[str, Any], *, global_batch: int, steps: int, resumes: bool = False
@@ -48,7 +53,7 @@ class Case:
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
         micro_batch = global_batch // (self.accumulation_steps * self.readers)
-        axes = f"{self.world_size}-{self.pp}-{self.cp}-{self.tp}"
+        axes = f"{self.world_size}-{self.pp}-{self.cp}-{self.tp}-{self.ep}"
         mesh = config.get("mesh") or {}
         split, parts = mesh.get("pp_split") or [], self.pp
         if mesh.get("pp_schedule") == "interleaved":
@@ -58,7 +63,7 @@ class Case:
             "plugin": own or {"name": self.plugin},
             "mesh": {
                 **mesh,
-                **{axis: getattr(self, axis) for axis in SAMPLES},
+                **{axis: getattr(self, axis) for axis in AXES},
                 "pp_split": split if len(split) == parts and self.pp > 1 else [],
             },
             "train": {

@@ -13,7 +13,7 @@ from torch import Tensor
 from colotrain.engine.step.evaluation import RESERVED
 from colotrain.records import same_fields
 from colotrain.spec.objectives import EmbedPlan
-from colotrain.spec.optimizers import optimizer_of
+from colotrain.spec.optimizers import is_in_a_layer, optimizer_of
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS, Precision
 from colotrain.verify.cases import Case
@@ -40,7 +40,10 @@ round otherwise with another number of threads."""
 FLIPS = 1e-3
 """`Tolerance.flips` of a state of 8 bits: of 10^5 numbers about one is so close to a middle."""
 
-
+TURNS = 0.1
+"""`Tolerance.update` of an optimizer that makes matrices orthogonal in bfloat16: another last bit
+of a gradient turns a number halfway between two, and five iterations magnify what that adds to the
+smallest singular values, of which small batches have many, by up to 3.4 each."""
 ZERO_ROUNDING = 16
 """Multiple of plain torch's error that a gradient may differ by where it is smaller than that error
 itself: it is 0, as an attention's bias of keys has it, and what is computed is rounding alone."""
@@ -66,6 +69,9 @@ class Tolerance:
     parameter_floor: float = 1.0
     own_gradient: float | None = None
     """Limit relative to the gradient's own largest value; None: derived from `gradient`."""
+    update: float = 0.0
+    """Share of its own largest change in a step by which a matrix of a layer may differ, where the
+    optimizer makes updates orthogonal in few bits: see `TURNS`."""
     flips: float = 0.0
     """Share of a parameter's elements that may differ by up to one step, where the optimizer rounds
     its state to few numbers: halfway between two, rounding elsewhere decides for one of them."""
@@ -136,8 +142,11 @@ def compare(
     if tolerance is None:
         dtypes = (value.dtype for value in reference.parameters[0].values())
         tolerance = Tolerance.explained_by(plan.train.precision, dtypes, reference.computed_in)
-    if optimizer_of(plan.optim.name).blocks is not None:
+    optimizer = optimizer_of(plan.optim.name)
+    if optimizer.blocks is not None:
         tolerance = replace(tolerance, flips=FLIPS)
+    if optimizer.orthogonalizes:
+        tolerance = replace(tolerance, update=TURNS)
     if isinstance(plan.model.objective, EmbedPlan):
         tolerance = replace(tolerance, terms=plan.model.objective.scale)
     check = _Check(reference, found, step_size=plan.optim.lr)
@@ -252,13 +261,21 @@ class _Check:
             value = self.found.parameters[step][name]
             off = distance(wanted[name], value)
             self._measure("parameter", off)
-            own = max(limit, 2 * rounding.get(name, 0.0))
+            own = max(limit, 2 * rounding.get(name, 0.0), self._rounds(name, step, tolerance))
+            own = max(own, _last_place(wanted[name]))
             if step == 0:
                 if not off <= INITIAL_LIMIT * max_abs(wanted[name]):
                     self.differs(f"initial value of {name}: differs by {off:.3g}")
             elif not off <= own and not self._flips(wanted[name], value, own, tolerance):
                 self.differs(f"parameter {name} after step {step}: differs by {off:.3g}")
         return None
+
+    def _rounds(self, name: str, step: int, tolerance: Tolerance) -> float:
+        """What `Tolerance.update` explains of a parameter's difference after `step` steps."""
+        steps = self.reference.parameters
+        if not tolerance.update or not step or not is_in_a_layer(name, steps[step][name].shape):
+            return 0.0
+        return tolerance.update * distance(steps[step - 1][name], steps[step][name])
 
     def _flips(self, wanted: Tensor, found: Tensor, limit: float, tolerance: Tolerance) -> bool:
         """Whether so few elements differ, and by so little, that `Tolerance.flips` explains it."""
@@ -299,6 +316,12 @@ def _limit(tolerance: Tolerance, *, largest: float, own: float) -> float:
     if share is None:
         share = min(1000 * tolerance.gradient, 0.5)
     return min(of_all, max(share * own, of_all / 100))
+
+
+def _last_place(tensor: Tensor) -> float:
+    """Distance from a tensor's largest value to the next one that its dtype has."""
+    has_places = tensor.is_floating_point() or tensor.is_complex()
+    return torch.finfo(tensor.dtype).eps * max_abs(tensor) if has_places else 0.0
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
 """Name of a parameter → its optimizer, and its learning rate before the schedule."""
 
 
-def add_to_(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
-    """Add an optimizer, with its learning rate, for every newly trained parameter."""
+def add_to_(
+    optimizers: Optimizers, model: nn.Module, plan: RunPlan, own: Mapping[str, torch.dtype]
+) -> None:
+    """Add an optimizer, with its learning rate, for every newly trained parameter.
+
+    `own` are the parameters' dtypes in the run.
+    """
     undecayed = names_without_decay(model)
     every = [*module_tree.named_parameters(model, remove_duplicate=False)]
     for name, parameter in module_tree.named_parameters(model):
         if parameter.requires_grad and name not in optimizers:
             names = [known_as for known_as, other in every if other is parameter]
-            made = optimizer_of(name, parameter, plan.optim, undecayed, names)
+            made = optimizer_of(name, parameter, plan.optim, undecayed, own[name], names)
             optimizers[name] = made, made.param_groups[0]["lr"]
 
 
@@ -35,11 +40,13 @@ def optimizer_of(
     parameter: nn.Parameter,
     plan: OptimPlan,
     undecayed: Container[str],
+    own: torch.dtype,
     names: Sequence[str],
 ) -> torch.optim.Optimizer:
     """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule.
 
-    A rule may match any of the `names` of a tied parameter.
+    A rule may match any of the `names` of a tied parameter. Adafactor adds the smallest difference
+    that the parameter's dtype in the run, `own`, knows.
     """
     is_matrix = name not in undecayed
     lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
@@ -52,7 +59,7 @@ def optimizer_of(
     if plan.name == "sgd":
         return torch.optim.SGD([group], momentum=plan.betas[0])
     if plan.name == "adafactor":
-        return torch.optim.Adafactor([group])
+        return torch.optim.Adafactor([group], eps=(torch.finfo(own).eps, 1e-3))
     if plan.name == "lion":
         return PlainLion([group], {"betas": betas})
     if plan.name == "adamw8bit":

@@ -131,14 +131,14 @@ def _train(
     draws, seen = False, _Dtypes()
     kept = {name: buffer.clone() for name, buffer in module_tree.named_buffers(model)}
     optimizers: Optimizers = {}
-    add_to_(optimizers, model, plan)
+    add_to_(optimizers, model, plan, own)
     losses, gradients, parameters, no_mean = [], [], [_values(model, own)], ""
     if dtype is None and objective is None:
         no_mean = examine(model, batches.unmasked(min(MOST_SAMPLES, batches.size))).against
     for step in range(steps):
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
-            add_to_(optimizers, model, plan)
+            add_to_(optimizers, model, plan, own)
         batch = batches.of(step)
         model.zero_grad(set_to_none=True)
         before = states(CPU)
@@ -246,7 +246,7 @@ class _Batches:
 def _set_gradients(model: nn.Module, gradients: Tensors) -> None:
     for name, parameter in module_tree.named_parameters(model):
         own = gradients.get(name)
-        parameter.grad = None if own is None else own.to(parameter.dtype)
+        parameter.grad = None if own is None else own.to(parameter.dtype, copy=True)  # is clipped
 
 
 def _set_parameters(model: nn.Module, values: Tensors) -> None:

@@ -81,9 +81,9 @@ def test_an_exported_classifier_is_one_for_transformers(labelled: Colotrain, ada
 def test_what_is_no_data_of_classes_is_said_at_once(labelled: Colotrain) -> None:
     folder = make_directory("llama", labelled.cwd / "base", vocab_size=256)
     words = ("plan", f"model.hf={folder}", *SETTINGS, "data.tokenizer=bytes")
-    result = labelled(*words, "mesh.cp=2", "train.loss=mine:fn", "model.args={num_labels: 3}")
+    result = labelled(*words, "train.loss=mine:fn", "model.args={num_labels: 3}")
     assert result.code == 2
-    for key in ("mesh.cp", "train.loss", "model.args.num_labels"):
+    for key in ("train.loss", "model.args.num_labels"):
         assert key in result.err
     result = labelled("plan", "recipe=llm-tiny", "data.corpus=null", *SETTINGS)
     assert result.code == 2

@@ -258,6 +258,45 @@ def look_at_what_is_kept(rank: int) -> None:
         assert (found.grad - expected.grad[:, :, rows]).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_whole_outputs_of_divided_samples_have_the_gradients_of_one_process(ranks: int) -> None:
+    run(compare_whole_outputs, ranks, ranks)
+
+
+def compare_whole_outputs(rank: int, ranks: int) -> None:
+    torch.manual_seed(2)
+    length, model = 6 * ranks, torch.nn.Module()
+    shard = make_shard(dist.group.WORLD, "cpu")
+    divide_sequences_(model, shard)
+    shard.begin(length)
+    x = torch.randn(3, length, 2, 5, dtype=torch.float64, requires_grad=True)
+    rows = torch.cat([torch.arange(*chunk) for chunk in shard.chunks])
+    own = x.detach()[:, rows].clone().requires_grad_()
+
+    def output(x: Tensor) -> dict[str, Any]:
+        each = x.square().sum((2, 3)).flatten()
+        counted = (x[..., 0, 0] > 0).sum()
+        return {"hidden": (x.sin(),), "each": (each, counted), "sum": (each.sum(), 2), "none": None}
+
+    def loss(found: dict[str, Any]) -> Tensor:
+        (hidden,), (each, _), (total, _) = found["hidden"], found["each"], found["sum"]
+        of_rows = each.view(3, length)
+        weights = torch.arange(length)
+        mixed = (of_rows.log_softmax(1) * weights).sum() + hidden.cumsum(1).square().sum()
+        return mixed + total.square()
+
+    wanted, found = output(x), context_parallel.whole_output(model, output(own))
+    assert torch.equal(found["hidden"][0], wanted["hidden"][0])
+    assert torch.equal(found["each"][0], wanted["each"][0])
+    assert [found["each"][1], found["sum"][1]] == [wanted["each"][1], 2 * ranks]
+    assert found["none"] is None
+    loss(wanted).backward()
+    loss(found).backward()
+    assert torch.allclose(own.grad, x.grad[:, rows], rtol=1e-12, atol=0)
+    with pytest.raises(ColotrainError, match="no 6 tokens"):
+        context_parallel.whole_output(model, torch.zeros(3, 7))
+
+
 def test_a_hugging_face_directory_trains_as_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = hf.make_directory("llama", tmp_path / "llama")

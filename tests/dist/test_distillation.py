@@ -38,6 +38,19 @@ def test_verify_compares_with_both_models_in_plain_torch(taught: Colotrain, kind
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axes", [("--tp", "2"), ("--cp", "2"), ("--tp", "2", "--cp", "2")])
+def test_verify_passes_where_ranks_divide_matrices_or_samples(
+    taught: Colotrain, axes: tuple[str, ...]
+) -> None:
+    ranks = str(2 ** axes.count("2"))
+    options = ("--world-sizes", ranks, "--plugins", "zero2", "--accumulation", "1,4", *axes)
+    more = ("model.args.num_heads=4", "model.args.num_kv_heads=2")
+    result = taught("verify", *SMALL, *more, *DISTILL, *options, "--json")
+    assert result.code == 0, result.out + result.err
+    assert max(case["max_abs_gradient"] for case in result.json["cases"]) < 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_verify_passes_in_half_precision(taught: Colotrain, precision: str) -> None:
     options = ("--world-sizes", "2", "--plugins", "zero3", "--accumulation", "2")
@@ -91,8 +104,8 @@ def test_what_cannot_teach_is_said_at_once(taught: Colotrain) -> None:
     assert "at least data.seq_len=65 positions" in error("data.seq_len=65")
     assert "train.distill.teacher" in error("train.distill.teacher=nowhere")
     assert "at most 256, the size of the vocabulary" in error("train.distill.top_k=300")
-    found = error("train.loss=mine:fn", "mesh.tp=2", "train.distill.alpha=2")
-    for key in ("train.loss", "mesh.tp", "train.distill.alpha"):
+    found = error("train.loss=mine:fn", "train.distill.alpha=2")
+    for key in ("train.loss", "train.distill.alpha"):
         assert f"error: {key}=" in found
     make_tokenizer(taught.cwd / "teacher")
     make_tokenizer(taught.cwd / "mine", "roberta")

@@ -17,7 +17,10 @@ PAGES_TO_FOLLOW = [
     if any(block.lines or (block.language == "python") for block in blocks(page))
     and page.name != "finetuning.md"  # test_finetuning_page.py follows it, and looks further
 ]
-NEEDS = {"README.md": "transformers", "pictures.md": "matplotlib", "data.md": "transformers"}
+NEEDS = {
+    **dict.fromkeys(("README.md", "data.md", "expert-parallel.md"), "transformers"),
+    "pictures.md": "matplotlib",
+}
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ def test_adapters_of_a_decoder_are_exported(colotrain: Colotrain) -> None:
 
 
 def test_what_embeddings_exclude_is_said_at_once(colotrain: Colotrain) -> None:
-    words = ("train.metrics=mine:fn", "data.isolate=true", "mesh.cp=2", "train.compile=true")
+    words = ("train.metrics=mine:fn", "data.isolate=true", "train.compile=true")
     words = (*words, "train.embed.scale=0", "train.embed.pooling=last")
     result = prepared(colotrain)("plan", *EMBED, *words)
     assert result.code == 2

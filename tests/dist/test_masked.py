@@ -22,6 +22,7 @@ BERT_, ROBERTA, MODERN = (
 )
 CASES = {
     "bert-zero3": (BERT_, ["zero3"]),
+    "bert-cp": (BERT_, ["zero2", "gemini"]),
     "bert": (BERT_, [name for name in ROWS if name != "zero3"]),
     "modernbert": (MODERN, [*ROWS]),
     "roberta": (ROBERTA, ["gemini"]),
@@ -43,7 +44,7 @@ def make(family: Family, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", representatives(CASES, kept=["bert-zero3"]))
+@pytest.mark.parametrize("case", representatives(CASES, kept=["bert-zero3", "bert-cp"]))
 def test_every_plugin_trains_as_plain_transformers_without_padding(
     case: str, texts: Colotrain
 ) -> None:
@@ -53,7 +54,8 @@ def test_every_plugin_trains_as_plain_transformers_without_padding(
     words = (f"model.hf={folder}", *MASKED, "data.packing=none", "data.shuffle=false")
     words = (*words, "train.masking.probability=0.3", "train.grad_clip=null", "optim.name=sgd")
     words = (*words, "optim.lr=0.2", "optim.schedule.name=constant", "train.max_steps=2")
-    plans = [plan_from([*words, f"plugin={name}", "cluster.procs_per_node=2"]) for name in plugins]
+    words = (*words, "cluster.procs_per_node=2", *["mesh.cp=2"] * case.endswith("cp"))
+    plans = [plan_from([*words, f"plugin={name}"]) for name in plugins]
     results = plain.compare(family, folder, texts.cwd / "cases", plans)
     assert not [f"{r.plugin}: {r.difference}" for r in results if not r.passed]
     assert 0.0 < max(result.max_abs_gradient for result in results) <= 1e-6

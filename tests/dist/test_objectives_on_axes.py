@@ -15,13 +15,17 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from colotrain.cli.main import guarded
 from colotrain.engine.sharding.context_parallel import collectives_of
 from colotrain.models.loss import Logits, by_token
+from colotrain.models.objectives.distill import TEACHER, learning_from_teacher
 from colotrain.models.tensor_parallel import TensorShard, vocabulary_cross_entropy
+from colotrain.spec.objectives import DistillPlan
+from colotrain.verify import runner
 from tests.dist.hf import make_directory
 from tests.dist.test_transport import run
 from tests.embedders import make_embedder
-from tests.representatives import of_each_day
+from tests.representatives import half_of_the_day, of_each_day
 from tests.running import Colotrain, losses
 
 pytest.importorskip("transformers")
@@ -78,10 +82,10 @@ def settings_of(objective: str, folder: Path) -> list[str]:
     else:
         found = [f"model.hf={make_directory('llama', folder / 'model', **OF_BYTES)}"]
         found += ["data.tokenizer=bytes", "+model.args.pad_token_id=0"]
-    if objective == "own":
+    if objective in ("own", "metrics"):
         (folder / "own_on_axes.py").write_text(OWN)
-        found += ["data.corpus=stdlib", "train.loss=own_on_axes:loss"]
-        found.append("train.metrics=own_on_axes:metrics")
+        found += ["data.corpus=stdlib", "train.metrics=own_on_axes:metrics"]
+        found += ["train.loss=own_on_axes:loss"] * (objective == "own")
     else:
         write_records(folder / "records.jsonl", FIELDS[objective])
         found += [f"train.objective={objective}", "data.path=records.jsonl"]
@@ -97,6 +101,42 @@ def test_verify_passes_where_two_ranks_divide_each_matrix(
     result = colotrain("verify", *settings, *options, "--freeze", "none", "--steps", "2", "--json")
     assert result.code == 0, result.out + result.err
     assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
+PAIR_OF_RANKS = ("--world-sizes", "2", "--plugins", "zero3", "--accumulation", "1,4")
+FOUR = ("--world-sizes", "4", "--plugins", "zero2", "--accumulation", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        *((objective, PAIR_OF_RANKS) for objective in half_of_the_day([*FIELDS, "own"])),
+        ("kto", (*FOUR, "--tp", "2")),
+        ("metrics", PAIR_OF_RANKS),
+        ("simpo", FOUR),
+    ],
+)
+def test_verify_passes_where_two_ranks_divide_each_sample(
+    objective: str, options: tuple[str, ...], colotrain: Colotrain
+) -> None:
+    settings = settings_of(objective, colotrain.cwd)
+    words = (*options, "--cp", "2", "--freeze", "none", "--steps", "2", "--json")
+    result = colotrain("verify", *settings, *words)
+    assert result.code == 0, result.out + result.err
+    assert {case["cp"] for case in result.json["cases"]} == {2}
+    assert all(case["max_abs_gradient"] > 0.0 for case in result.json["cases"])
+
+
+def test_a_loss_that_every_rank_counts_is_found(
+    colotrain: Colotrain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.counts_whole_samples_on_every_rank")
+    monkeypatch.chdir(colotrain.cwd)
+    settings = settings_of("simpo", colotrain.cwd)
+    options = ("--cp", "2", "--world-sizes", "2", "--plugins", "zero3", "--accumulation", "1")
+    assert guarded(["verify", *settings, *options, "--freeze", "none", "--steps", "2"]) == 4
+    assert "gradient of" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -160,6 +200,51 @@ def test_losses_of_each_token_by_parts_of_the_vocabulary_have_the_gradients_of_t
     cap: float | None,
 ) -> None:
     run(compare_tokens, 2, cap)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_distillation_by_parts_of_the_vocabulary_has_the_gradients_of_the_whole(
+    cap: float | None,
+) -> None:
+    run(compare_distillation, 2, cap)
+
+
+def compare_distillation(rank: int, cap: float | None) -> None:
+    """With the loss written out: KL of the teacher's top tokens and of all others together."""
+    torch.manual_seed(12)
+    plan = DistillPlan(teacher="", top_k=3, alpha=0.7, temperature=1.5)
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 8, (3, 7))
+    labels[0, :3] = -100
+    teacher = torch.randn(21, 8).mul(2).log_softmax(1)
+    top = teacher.topk(3)
+    rest = teacher.exp().scatter(1, top.indices, 0.0).sum(1, keepdim=True).log()
+    bits = torch.cat([top.values, rest], 1).float().view(torch.int32)
+    batch = {TEACHER: torch.cat([top.indices.int(), bits], 1).view(3, 7, 7)}
+
+    logits = F.linear(x, head).flatten(0, 1) * 0.7
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    soft = (logits / 1.5).log_softmax(1)
+    others = soft.exp().scatter(1, top.indices, 0.0).sum(1, keepdim=True).log()
+    student = torch.cat([soft.gather(1, top.indices), others], 1)
+    known = bits.view(torch.float32).double()
+    divergence = (known.exp() * (known - student)).sum(1)[labels.flatten() != -100].sum()
+    hard = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    wanted = 0.7 * 1.5**2 * divergence + 0.3 * hard
+    wanted.backward()
+
+    shard = TensorShard(rank=rank, size=2)
+    shard.all_gather, shard.reduce_scatter = collectives_of(dist.group.WORLD, "cpu")
+    own = [part.detach().clone().requires_grad_() for part in (x, head.chunk(2)[rank])]
+    with learning_from_teacher(torch.nn.Module(), batch, plan=plan):
+        kind = Logits(scale=0.7, cap=cap)
+        found = vocabulary_cross_entropy(own[0], own[1], labels, shard, logits=kind)
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=0)
+    found.backward()
+    for part, gradient in zip(own, (x.grad, head.grad.chunk(2)[rank]), strict=True):
+        # the sum of the teacher's probabilities, which are of float32, is taken for 1
+        assert torch.allclose(part.grad, gradient, rtol=0, atol=1e-6)
 
 
 def compare_tokens(rank: int, cap: float | None) -> None:

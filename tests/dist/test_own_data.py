@@ -284,9 +284,6 @@ def test_what_cannot_be_is_refused_before_the_first_step(
     assert "data.packing=whole: expected auto with data.target" in text
     text = refused("data.collate=own_data:pad", "data.target=null", "data.corpus=stdlib")
     assert "data.collate=own_data:pad: expected null without data.target" in text
-    text = refused("mesh.cp=2")
-    assert "train.loss=own_data:loss: expected null with mesh.cp=2" in text
-    assert "train.metrics=own_data:accuracy: expected null with mesh.cp=2" in text
     text = refused("data.sampler=own_data:by_label")
     assert "data.shuffle=false: expected true under data.sampler" in text
 

@@ -67,6 +67,7 @@ def test_two_stages_equal_one_process(
         ("--pp", "2,4", "model.args.num_layers=4", "train.grad_clip=0.1"),
         ("--pp", "2", "--tp", "2", *OWN, "train.activation_checkpointing=full"),
         ("--pp", "2", "--cp", "2", *OWN, "train.precision=bf16"),
+        ("--pp", "2", "--tp", "2", *OWN, "mesh.sequence_parallel=true"),
         ("--pp", "2", *OWN, *CHUNKS, "train.activation_checkpointing=full"),
         ("--pp", "4", *OWN, CHUNKS[0], "model.args.num_layers=9"),
         ("--pp", "2", "--tp", "2", *OWN, *CHUNKS, "train.precision=bf16"),
@@ -75,6 +76,7 @@ def test_two_stages_equal_one_process(
         "2 and 4 stages",
         "divided matrices, recomputed",
         "divided samples, bf16",
+        "divided tokens",
         "interleaved, recomputed",
         "4 stages, interleaved",
         "interleaved, divided matrices, bf16",
@@ -86,6 +88,13 @@ def test_every_plugin_equals_one_process_on_four_ranks(
     cases = verified(capsys, "--world-sizes", "4", "--accumulation", "4", *options)
     assert {case["plugin"] for case in cases} == set(ROWS)
     assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_stages_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero3", "--accumulation", "4")
+    (case,) = verified(capsys, *axes, "--freeze", "none", *CHUNKS, "train.compile=true")
+    assert case["passed"], case["difference"]
 
 
 @pytest.mark.slow
@@ -106,19 +115,22 @@ def test_a_model_of_transformers_equals_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [("4", ("--cp", "2")), ("2", ("data.isolate=true", CHUNKS[0]))],
-    ids=["divided samples", "documents apart"],
+    [
+        ("4", ("--cp", "2", "data.isolate=true", "train.activation_checkpointing=full")),
+        ("2", ("data.isolate=true", CHUNKS[0])),
+    ],
+    ids=["divided samples, recomputed", "documents apart"],
 )
 def test_stages_of_transformers_layers_attend_as_one_process_does(
     ranks: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
     folder = hf.make_directory("llama", tmp_path / "llama", num_hidden_layers=4, vocab_size=300)
-    lines = [dumps({"text": "ab cd " * (1 + at % 4)}) for at in range(60)]
+    lines = [dumps({"text": "ab cd efgh"[: 2 + at * at % 9]}) for at in range(200)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     data = (f"model.hf={folder}", f"data.path={tmp_path / 'texts.jsonl'}", "data.tokenizer=bytes")
     data += ("data.seq_len=16", "data.packing=whole", "train.micro_batch=1")
-    options = ("--plugins", "zero3", "--accumulation", "2", "--steps", "1", "--json")
+    options = ("--plugins", "zero3", "--accumulation", "4", "--steps", "1", "--json")
     guarded(["verify", *data, "--world-sizes", ranks, "--pp", "2", *more, *options])
     cases = loads(capsys.readouterr().out)["cases"]
     assert cases

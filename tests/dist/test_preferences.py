@@ -127,10 +127,10 @@ def test_a_resumed_run_has_the_same_reference(pairs: Colotrain) -> None:
 
 
 def test_what_pairs_exclude_is_said_at_once(pairs: Colotrain) -> None:
-    words = ("train.metrics=mine:fn", "data.isolate=true", "mesh.cp=2", "checkpoint.resume=.")
+    words = ("train.metrics=mine:fn", "data.isolate=true", "checkpoint.resume=.")
     result = pairs("plan", *SMALL, "data.corpus=null", *DPO, *words, "data.loss_on=all")
     assert result.code == 2
-    for key in ("train.metrics", "data.isolate", "mesh.cp", "checkpoint.resume", "data.loss_on"):
+    for key in ("train.metrics", "data.isolate", "checkpoint.resume", "data.loss_on"):
         assert key in result.err
     result = pairs(
         "plan",

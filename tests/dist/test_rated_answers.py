@@ -92,7 +92,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(rated: Colotrain) -> None:
 
 
 def test_what_rated_answers_exclude_is_said_at_once(rated: Colotrain) -> None:
-    words = ("train.metrics=mine:fn", "data.isolate=true", "mesh.cp=2", "checkpoint.resume=.")
+    words = ("train.metrics=mine:fn", "data.isolate=true", "checkpoint.resume=.")
     words = (*words, "train.on_nonfinite=rollback", "data.loss_on=all", "train.kto.beta=0")
     result = rated("plan", *SMALL, *KTO, BYTES, *words)
     assert result.code == 2

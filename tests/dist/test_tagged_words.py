@@ -170,9 +170,9 @@ def test_a_new_head_is_resumed_and_exported(colotrain: Colotrain, adapter: bool)
 def test_what_is_no_data_of_words_is_said_at_once(colotrain: Colotrain) -> None:
     make_model(colotrain.cwd / "model", "bert")
     write_words(colotrain.cwd / "words.jsonl", 20, seed=9)
-    result = colotrain("plan", *SETTINGS, "mesh.cp=2", "train.loss=mine:fn", "data.packing=stream")
+    result = colotrain("plan", *SETTINGS, "train.loss=mine:fn", "data.packing=stream")
     assert result.code == 2
-    for key in ("mesh.cp", "train.loss", "data.packing"):
+    for key in ("train.loss", "data.packing"):
         assert key in result.err
     result = colotrain("plan", *SETTINGS, "data.tokenizer=bytes")
     assert result.code == 2

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
+from colotrain.engine.gradients.nonfinite import tensors_in
 from colotrain.engine.model.block_calls import WITHOUT_VALUES, without_storage
 from colotrain.engine.model.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.errors import message_of
 from colotrain.forked import in_fork
 from colotrain.generators import drawn_on_host, kept
-from colotrain.models.objective import output_of
+from colotrain.models.objective import forward_of
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import (
     TorchDispatchMode,
@@ -152,6 +153,8 @@ class _Trial(TorchFunctionMode):
         """What the block that ran last returned."""
         self.inside = False
         """Whether a block is running."""
+        self.entered = set[str]()
+        """Modules that begin to run before the first block does."""
         self.running: list[str] = []
         """Names of the modules that are running, the innermost last."""
         self.drawn = drawn_on_host()
@@ -180,10 +183,10 @@ class _Trial(TorchFunctionMode):
         self.one_stage.inside.update(map(storage_id, inside))
         self.drawn = drawn_on_host()
         with self.one_stage, self:
-            output = output_of(self.model, batch)
+            output = forward_of(self.model, batch)  # of which the last stage makes the loss
         if len(self.called) != len(self.names):
             raise NoSequence(f"{self.names[len(self.called)]} is not called")
-        origin = self.one_stage.origin_of(dict(output) if isinstance(output, Mapping) else output)
+        origin = self.one_stage.origin_of([*tensors_in(output)])
         if origin is not None:
             raise NoSequence(f"what {origin} gives reaches the loss beside the blocks")
         self._refuse_divided_modules()
@@ -200,13 +203,15 @@ class _Trial(TorchFunctionMode):
         """Refuse modules before the first block of which the loss uses some parameters only."""
         both = {p for p, name in self.outside.items() if name in self.before.keys() & self.after}
         for parameter in both:
-            for path in self.owners[parameter]:
+            for path in self.owners[parameter] & self.entered:
                 if {*module_tree.parameters(self.model.get_submodule(path))} - both:
                     name = self.outside[parameter]
                     raise NoSequence(f"{name} is used before the blocks and in the loss")
 
     def _enter(self, path: str, *_: Any) -> None:
         self.running.append(path)
+        if not self.called:
+            self.entered.add(path)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Every output of a module that has parameters is zeros on the stages that lack them."""

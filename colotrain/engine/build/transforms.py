@@ -30,6 +30,7 @@ from colotrain.engine.optim.shard_optimizer import state_per_row
 from colotrain.engine.pipeline.stage import Stage, keep_stage_
 from colotrain.engine.sharding.context_parallel import divide_among_ranks_
 from colotrain.engine.sharding.counted_waits import count_waits_
+from colotrain.engine.sharding.expert_parallel import divide_experts_among_ranks_
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
 from colotrain.engine.sharding.sharded_model import (
@@ -44,7 +45,7 @@ from colotrain.errors import UsageError
 from colotrain.models.loading import begin_training_
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.axes import PP, TP
+from colotrain.spec.axes import PP
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import stays_gathered
 from colotrain.spec.sequence import BlockSequence
@@ -137,6 +138,10 @@ def divide_parameters(build: Build) -> None:
     build.tensor = divide_parameters_among_ranks_(build.model, build.plan, build.comms)
 
 
+def divide_experts(build: Build) -> None:
+    build.tensor = divide_experts_among_ranks_(build.model, build.plan, build.comms)
+
+
 def agree_on_groups(build: Build) -> None:
     """Take the groups that rank 0 finds, with its micro-batch if the model is not colotrain's."""
     model, plan, found = build.model, build.plan, None
@@ -188,7 +193,8 @@ def recompute(build: Build) -> None:
 
 
 def compile_blocks(build: Build) -> None:
-    compile_blocks_(build.model)
+    own = {module for module, _ in build.stage.stand_ins.values()}
+    compile_blocks_(build.model, own if build.stage.count > 1 else None)
 
 
 def shard(build: Build) -> None:
@@ -197,8 +203,8 @@ def shard(build: Build) -> None:
     build.groups = stage.own_groups(model, build.groups)
     if plan.mesh.pp > 1:
         stage.connect_(comms)
-    if plan.mesh.tp > 1:
-        build.tensor.connect_(comms[TP], comms.device)
+    if build.tensor.shard.size > 1:
+        build.tensor.connect_(comms[build.tensor.axis], comms.device)
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, build.groups, plan, state_per_row(plan.optim))
         build.tiers = Tiers(plan, build.rundir, sizes, estimate_non_model_bytes(plan, sizes))
@@ -276,9 +282,16 @@ TRANSFORMS = in_order(
         applies=lambda plan: plan.mesh.tp > 1,
     ),
     Transform(
+        "divide experts",
+        divide_experts,
+        after=frozenset({"freeze", "find undecayed"}),
+        why="parameters are parts of their own then",
+        applies=lambda plan: plan.mesh.ep > 1,
+    ),
+    Transform(
         "agree on groups",
         agree_on_groups,
-        after=frozenset({"freeze", "begin training", "divide parameters"}),
+        after=frozenset({"freeze", "begin training", "divide parameters", "divide experts"}),
         why="a group is of one kind of parameters, found by a forward as in training, and has the "
         "bytes of this rank's parts",
     ),

@@ -19,15 +19,18 @@ MOST_BYTES = 1 << 32
 """Bytes of JSON that one rank may tell."""
 
 
-def broadcast(value: Any) -> Any:
-    """Return rank 0's value on every rank. All ranks must call."""
-    data = (
-        _encoded(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
-    return json.loads(_broadcast_bytes(data).numpy().tobytes())
+Group = dist.ProcessGroup | None
+"""Ranks that exchange; None: all."""
 
 
-def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def broadcast(value: Any, group: Group = None, *, src: int = 0) -> Any:
+    """Return the value of the group's rank `src` on each of its ranks. All of them must call."""
+    is_src = dist.get_rank(group) == src
+    data = _encoded(value) if is_src else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return json.loads(_broadcast_bytes(data, group, src).numpy().tobytes())
+
+
+def all_gather(value: Any, group: Group = None) -> list[Any]:
     """Return the values of the group's ranks, in their order. All of them must call."""
     data = _encoded(value)
     world = dist.get_world_size(group)
@@ -49,10 +52,15 @@ def is_any(found: bool) -> bool:
     return number.item() != 0
 
 
-def broadcast_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rank 0's tensors, on the CPU, on every rank. All ranks must call."""
-    about = broadcast(_describe(tensors))
-    return _unpacked(about, _broadcast_bytes(_packed(tensors)))
+def broadcast_tensors(
+    tensors: Mapping[str, Tensor], group: Group = None, *, src: int = 0
+) -> dict[str, Tensor]:
+    """Return the tensors of the group's rank `src`, on the CPU, on each of its ranks.
+
+    All of them must call.
+    """
+    about = broadcast(_describe(tensors), group, src=src)
+    return _unpacked(about, _broadcast_bytes(_packed(tensors), group, src))
 
 
 def gather_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -83,14 +91,14 @@ def _checked(size: Tensor) -> int:
     return num_bytes
 
 
-def _broadcast_bytes(data: Tensor) -> Tensor:
-    """Return rank 0's bytes."""
+def _broadcast_bytes(data: Tensor, group: Group, src: int) -> Tensor:
+    """Return the bytes of the group's rank `src`."""
     size = torch.tensor([data.numel()], device="cpu")
-    dist.broadcast(size, src=0)
-    if dist.get_rank() != 0:
+    dist.broadcast(size, group=group, group_src=src)
+    if dist.get_rank(group) != src:
         data = torch.empty(_checked(size), dtype=torch.uint8, device="cpu")
     if data.numel():
-        dist.broadcast(data, src=0)
+        dist.broadcast(data, group=group, group_src=src)
     return data
 
 

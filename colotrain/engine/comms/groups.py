@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from colotrain.spec.axes import CP, DP_REPLICATE, DP_SHARD, PP, STAGE, Axis, Ranks
+from colotrain.spec.axes import (
+    COPY,
+    CP,
+    DP_REPLICATE,
+    DP_SHARD,
+    EP,
+    MATRICES,
+    PP,
+    STAGE,
+    TP,
+    Axis,
+    Ranks,
+)
 from colotrain.torch_internals import wait_as_long_as_all_
 
 
 class Groups:
     """`groups[axis]` has the ranks that differ from this one in an axis of the mesh alone.
 
-    `groups[STAGE]` has the ranks of this one's stage. All ranks must make the groups, and call
-    `another` and `new`. Every group has the timeout of the default one.
+    `groups[STAGE]` has the ranks of this one's stage, and `groups[COPY]` those of its copy there.
+    All ranks must make the groups, and call `another` and `new`. Every group has the timeout of the
+    default one.
     """
 
     def __init__(self, ranks: Ranks, device: str) -> None:
@@ -39,12 +54,40 @@ class Groups:
             axis: self.mesh.get_group(axis.value) for axis in ranks.sizes if axis is not CP
         }
         self._by_axes[STAGE] = dist.group.WORLD if PP not in ranks.sizes else self.another(*STAGE)
+        if not (MATRICES & ranks.sizes.keys()):
+            self._by_axes[COPY] = self._by_axes[DP_SHARD]
+        elif DP_REPLICATE in ranks.sizes:
+            self._by_axes[COPY] = self.another(*COPY)
+        else:
+            self._by_axes[COPY] = self._by_axes[STAGE]
         if CP in ranks.sizes:
             self._by_axes[CP] = self.another(CP)
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._by_axes[axes]
         return group
+
+    def sum_(self, values: Tensor, axes: Collection[Axis]) -> None:
+        """Sum `values` in place over the ranks that differ in some axes of a copy (collective).
+
+        These are one axis, or all that divide a tensor.
+        """
+        dist.all_reduce(values, group=self[COPY if len(axes) > 1 else next(iter(axes))])
+
+    def by_matrices(self) -> DeviceMesh:
+        """Return the ranks of the only stage as a mesh in which EP and TP come before DP_SHARD.
+
+        So a parameter is divided: into parts of experts or matrices, and each of these into shards.
+        """
+        axes = [axis for axis in (DP_REPLICATE, EP, TP, DP_SHARD) if axis in self.ranks.sizes]
+        sizes = [self.ranks.size(axis) for axis in STAGE]
+        ranks = torch.arange(self.ranks.world).view(sizes).movedim(1, -1)
+        return DeviceMesh.from_group(
+            [self[axis] for axis in axes],
+            self.device,
+            ranks.reshape([self.ranks.size(axis) for axis in axes]),
+            mesh_dim_names=tuple(axis.value for axis in axes),
+        )
 
     def another(self, *axes: Axis) -> dist.ProcessGroup:
         """Make one more group of the ranks that differ in these axes, with an order of its own."""

@@ -25,7 +25,7 @@ from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
 from colotrain.models.facts import facts_of
-from colotrain.models.objective import inputs_of, objective_of, output_of
+from colotrain.models.objective import inputs_of, is_of_whole, objective_of, output_of
 from colotrain.models.outputs import TargetRule, count_in, loss_in, pair_in
 from colotrain.spec.pipeline_schedule import in_turn
 from colotrain.torch_internals import BatchNorms
@@ -181,7 +181,7 @@ def weighted_output(
     loss = loss_in(output)
     if not _is_scalar(loss):
         raise _wrong_output(model, output)
-    if getattr(model, ATTRIBUTE, None) is not None:
+    if getattr(model, ATTRIBUTE, None) is not None and not is_of_whole(model):
         raise ColotrainError(
             "mesh.cp: forward returned a mean loss, and the ranks' parts have different weights",
             "return (loss_sum, count) of this rank's tokens",

@@ -6,7 +6,7 @@ function of its number, and the generator's state is restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ class NonfiniteHooks:
 
     def _after_forward(self, name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            if any(not is_finite(tensor) for tensor in _tensors(output)):
+            if any(not is_finite(tensor) for tensor in tensors_in(output)):
                 self.note("forward", name)
 
         return hook
@@ -98,11 +98,12 @@ def locate(
     All ranks must call, and all get the same result; None where the second pass was clean (a
     transient fault). `ids` are this rank's samples by micro-batch; `step` counts from 1.
     """
-    watch, seen = NonfiniteHooks(state), []
+    watch = NonfiniteHooks(state)
+    seen: list[dict[str, list[int]]] = []
 
     def noted() -> Iterator[Batch]:
         for batch in batches:
-            seen.append(_bad_inputs(batch))
+            seen.append(_bad_inputs(batch, num=len(ids[len(seen)])))
             yield batch
 
     with watch.on():
@@ -166,19 +167,27 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any, *, depth: int = 8) -> Iterator[Tensor]:
+    """Yield the tensors of a forward's output, which may be of any class, down to some `depth`."""
+    inside: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        yield from (t for item in value.values() for t in _tensors(item))
+    elif isinstance(value, Mapping):
+        inside = value.values()
     elif isinstance(value, list | tuple):
-        yield from (t for item in value for t in _tensors(item))
+        inside = value
     elif hasattr(value, "__dict__"):
-        yield from (t for item in vars(value).values() for t in _tensors(item))
+        inside = vars(value).values()
+    for item in inside if depth else ():
+        yield from tensors_in(item, depth=depth - 1)
 
 
-def _bad_inputs(batch: Batch) -> dict[str, list[int]]:
-    """Return tensor of the batch → its rows with values that are not finite."""
-    floating = {n: t.reshape(len(t), -1) for n, t in batch.items() if t.is_floating_point()}
+def _bad_inputs(batch: Batch, *, num: int) -> dict[str, list[int]]:
+    """Return tensor of the batch → its rows, of `num` samples, with values that are not finite.
+
+    Entries of other lengths are what a pass before the step says of the global batch.
+    """
+    own = {n: t for n, t in batch.items() if t.is_floating_point() and t.shape[:1] == (num,)}
+    floating = {n: t.reshape(num, -1) for n, t in own.items()}
     bad = {n: (~torch.isfinite(t).all(1)).nonzero().flatten().tolist() for n, t in floating.items()}
     return {name: rows for name, rows in bad.items() if rows}

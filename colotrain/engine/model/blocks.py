@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -56,11 +56,15 @@ COSTLY = {
 """Operations whose outputs `selective` keeps: matrix products, convolutions, attention."""
 
 
-def compile_blocks_(model: nn.Module) -> None:
-    """Compile each repeated block, or the whole model if it has none."""
+def compile_blocks_(model: nn.Module, own: Collection[nn.Module] | None = None) -> None:
+    """Compile each repeated block, or the whole model if it has none.
+
+    `own` are the blocks of this pipeline stage, where there are others.
+    """
     leave_graphs_for_documents()
     for module in _blocks(model):
-        module.forward = torch.compile(module.forward)
+        if own is None or module in own:
+            module.forward = torch.compile(module.forward)
 
 
 def checkpoint_blocks_(model: nn.Module, recompute: Recompute) -> None:

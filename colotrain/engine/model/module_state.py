@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain import module_tree
+from colotrain.models.context_parallel import ATTRIBUTE, Samples, SequenceShard
 from colotrain.torch_internals import version_of
 
 Place = tuple[int, str, str]
@@ -37,6 +38,12 @@ class ModuleState:
         first, again = others()
         taken = Taken(self)
         return Around(taken.watch, first), Around(taken.put_back, again)
+
+    @property
+    def shard(self) -> SequenceShard | None:
+        """What the module knows of its part of each sample, where ranks divide these."""
+        found: SequenceShard | None = getattr(self.modules[0], ATTRIBUTE, None)
+        return found
 
     def values(self, place: Place) -> dict[str, Any]:
         found: dict[str, Any] = getattr(self.modules[place[0]], place[1])
@@ -62,10 +69,13 @@ class Taken:
         self.state = state
         self.read: dict[Place, Any] = {}
         """What is in each place as the forward begins: a copy of a tensor that it changes."""
+        self.samples: Samples | None = None
+        """Samples of the forward, where ranks divide them."""
 
     def watch(self) -> Callable[[], None]:
         """Begin to watch a forward; the function returned ends it."""
         state, found, known = self.state, [], self.state.changing or set()
+        self.samples = None if (shard := state.shard) is None else shard.samples
         for place, value in state.found():
             may_change = state.changing is None or place in state.changing
             copied = value.detach().clone() if may_change and isinstance(value, Tensor) else value
@@ -85,6 +95,9 @@ class Taken:
     def put_back(self) -> Callable[[], None]:
         """Let the module have what the forward read; the function returned undoes it."""
         state, now = self.state, []
+        shard, samples = state.shard, None if state.shard is None else state.shard.samples
+        if shard is not None and self.samples is not None:
+            shard.samples = self.samples
         for place, value in self.read.items():
             values, key = state.values(place), place[2]
             if values.get(key) is not value:
@@ -93,6 +106,8 @@ class Taken:
                 values[key] = value.clone() if may_change else value
 
         def end() -> None:
+            if shard is not None and samples is not None:
+                shard.samples = samples
             for values, key, value in now:
                 values[key] = value
 

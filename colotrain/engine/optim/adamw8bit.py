@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.engine.optim.base import Layout, adamw_, with_gradients
+from colotrain.engine.optim.base import OverShards, adamw_
 from colotrain.spec.optimizers import BLOCKS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -146,43 +146,22 @@ def pieces(rows: int, row: int) -> Iterator[Piece]:
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, row))
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(OverShards):
     """torch's AdamW over moments of 8 bits; small parameters have theirs in 32 bits.
 
     An update takes the moments before they are rounded. Which parameters are small, and what a
     block is, follows from the whole parameter.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        layout: Layout,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-        self.layout = layout
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
-        for group in self.param_groups:
-            for parameter, grad, state in with_gradients(self, group):
-                if not state:
-                    self._begin(parameter, state)
-                state["step"] += 1
-                if "exp_avg_codes" in state:
-                    _update_pieces(parameter, grad, state, group)
-                else:
-                    mean, square = state["exp_avg"], state["exp_avg_sq"]
-                    adamw_(parameter, grad, mean, square, state["step"].item(), group)
+    def _update(self) -> None:
+        for parameter, grad, state, group in self._updated():
+            if "exp_avg_codes" in state:
+                _update_pieces(parameter, grad, state, group)
+            else:
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                adamw_(parameter, grad, mean, square, state["step"].item(), group)
 
     def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        state["step"] = torch.zeros((), dtype=torch.float32)
         has_codes = BLOCKS.hold(self.layout.whole_shape(parameter))
         wide = torch.promote_types(parameter.dtype, torch.float32)
         for name in MOMENTS:

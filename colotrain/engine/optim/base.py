@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.spec.axes import Axis
+
 Groups = list[dict[str, Any]]
 """Parameter groups, as torch's optimizers take them."""
+Slices = tuple[slice, ...]
+"""A slice of each dimension of a whole tensor."""
 
 
 class Layout(Protocol):
@@ -25,18 +29,22 @@ class Layout(Protocol):
         """Return the index in the whole parameter of this rank's first row."""
         ...
 
-    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
-        """Return the ranks that divide the parameter's rows; None where this rank has all."""
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that divide a copy of a stage's parameters; None: this rank alone."""
         ...
 
-    def num_rows(self, shard: nn.Parameter) -> int | None:
-        """Return the rows of the whole parameter; None where this rank has all of it."""
+    def parts(self, shard: nn.Parameter) -> Sequence[Slices]:
+        """Return, by rank of `group`, where its numbers stand in the whole parameter."""
+        ...
+
+    def divided(self, shard: nn.Parameter) -> Mapping[Axis, int]:
+        """Return axis → dimension of the parameter that the ranks along the axis divide."""
         ...
 
     def whole_shape(self, shard: nn.Parameter) -> torch.Size: ...
 
-    def sum_(self, values: Tensor) -> None:
-        """Sum `values` in place over the ranks that share one copy of the model (collective)."""
+    def sum_(self, values: Tensor, axes: tuple[Axis, ...]) -> None:
+        """Sum `values` in place over the ranks that differ in `axes` (collective)."""
         ...
 
 
@@ -55,17 +63,55 @@ class Unsharded:
     def first_row(self, shard: nn.Parameter) -> int:
         return 0
 
-    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         return None
 
-    def num_rows(self, shard: nn.Parameter) -> int | None:
-        return None
+    def parts(self, shard: nn.Parameter) -> Sequence[Slices]:
+        return (tuple(slice(0, size) for size in shard.shape),)
+
+    def divided(self, shard: nn.Parameter) -> Mapping[Axis, int]:
+        return {}
 
     def whole_shape(self, shard: nn.Parameter) -> torch.Size:
         return shard.shape if self.shape is None else self.shape
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, axes: tuple[Axis, ...]) -> None:
         raise AssertionError("nothing is shared")
+
+
+class OverShards(torch.optim.Optimizer):
+    """An optimizer of local shards, whose gradients are there when it steps.
+
+    A subclass says by `_update` how it updates them, and by `_begin` which state each begins with.
+    `settings` are the defaults of parameter groups.
+    """
+
+    def __init__(self, params: Any, *, layout: Layout | None = None, **settings: Any) -> None:
+        super().__init__(params, {"weight_decay": 0.0, **settings})
+        self.layout = layout or Unsharded()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there already"
+        self._update()
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _updated(
+        self,
+    ) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any], dict[str, Any]]]:
+        """Yield parameter, gradient, state and group of all that this step, counted, updates."""
+        for group in self.param_groups:
+            for parameter, grad, state in with_gradients(self, group):
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    self._begin(parameter, state)
+                state["step"] += 1
+                yield parameter, grad, state, group
 
 
 def with_gradients(

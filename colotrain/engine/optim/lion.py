@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from colotrain.engine.optim.base import batches
+from colotrain.engine.optim.base import OverShards, batches
 from colotrain.torch_internals import interpolate, interpolate_, multiply_, signs_, subtract_
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(OverShards):
     """Sign of interpolated momentum, with decoupled weight decay (Chen et al. 2023)."""
 
-    def __init__(
-        self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
+    def _update(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameters, grads, states in batches(self, group):

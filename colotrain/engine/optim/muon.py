@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from colotrain.engine.optim.base import Layout, batches, with_gradients
+from colotrain.engine.optim.base import OverShards, batches, with_gradients
 from colotrain.engine.optim.matrix_owners import Exchange
 from colotrain.spec.optimizers import NEWTON_SCHULZ_STEPS, rounds_of
 from colotrain.torch_internals import interpolate_
@@ -22,32 +21,19 @@ Hidden = tuple[nn.Parameter, Tensor, dict[str, Any]]
 """A matrix of a layer, its gradient and its parameter group."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(OverShards):
     """Orthogonalised momentum (Jordan et al. 2024) for hidden matrices, AdamW for the others.
 
-    Momentum is sharded like the parameter. Each matrix is put together on one rank, which iterates
-    and sends every rank its rows of the result, both in bfloat16. Steps are scaled to AdamW's size
+    Momentum is divided like the parameter. Each matrix is put together on one rank, which iterates
+    and sends every rank its part of the result, both in bfloat16. Steps are scaled to AdamW's size
     (0.2 √ of the larger side; Liu et al. 2025), so that one learning rate serves both. All ranks
     must step alike.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        layout: Layout,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "is_hidden": False})
-        self.layout = layout
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, is_hidden=False, **settings)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
+    def _update(self) -> None:
         hidden: list[Hidden] = []
         for group in self.param_groups:
             if group["is_hidden"]:
@@ -70,13 +56,13 @@ class Muon(torch.optim.Optimizer):
         """Update matrices, each of which one of the ranks that divide it makes orthogonal."""
         hidden = [each for each in hidden if self.layout.whole_shape(each[0]).numel()]
         shapes = [self.layout.whole_shape(parameter) for parameter, *_ in hidden]
-        ranks = self.layout.group(hidden[0][0]) if hidden else None
+        ranks = self.layout.group()
         for pairs in rounds_of(shapes, 1 if ranks is None else ranks.size()):
             chosen = [hidden[index] for index, _ in pairs]
-            exchange = Exchange(ranks, [shapes[i] for i, _ in pairs], [owner for _, owner in pairs])
-            self._update(chosen, exchange)
+            parts = [self.layout.parts(parameter) for parameter, *_ in chosen]
+            self._update_round(chosen, Exchange(ranks, parts, [owner for _, owner in pairs]))
 
-    def _update(self, chosen: list[Hidden], exchange: Exchange) -> None:
+    def _update_round(self, chosen: list[Hidden], exchange: Exchange) -> None:
         """torch.optim.Muon's update, Nesterov momentum included, of one round's matrices."""
         parts = [
             torch.lerp(grad, self.state[p]["momentum_buffer"], group["betas"][1]).bfloat16()

@@ -1,8 +1,9 @@
 """The optimizers by name: a row each, and what torch's fused kernels cannot do.
 
 Elementwise optimizers (adamw, sgd, lion, schedule_free_adamw) work on local shards, and so does
-adamw8bit, whose blocks lie within rows. muon gathers its matrices, and adafactor sums its moments
-over ranks. A user's own optimizer gets DTensors, on which torch's operations mean the whole tensor.
+adamw8bit, whose blocks lie within rows. muon lets one rank compute on each whole matrix, and
+adafactor sums its moments over ranks. A user's own optimizer gets DTensors, on which torch's
+operations mean the whole tensor.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.optim.base import Layout, adamw_, with_gradients
+from colotrain.engine.optim.base import OverShards, adamw_
 
 ELEMENTS_AT_ONCE = 1 << 16
 """Elements that are in float32 at a time; with their random bits they stay in a processor's
@@ -26,7 +25,7 @@ LAST_16 = 0xFFFF
 """The bits of a float32 that a bfloat16 lacks."""
 
 
-class RoundedAdamW(torch.optim.Optimizer):
+class RoundedAdamW(OverShards):
     """torch's AdamW with its state in the parameters' dtypes, for parameters in bfloat16.
 
     Random bits are a function of the seed, the parameter's name and own step, and the element's
@@ -35,43 +34,25 @@ class RoundedAdamW(torch.optim.Optimizer):
     falling where its decay rate is above 0.998.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        layout: Layout,
-        compensates: bool,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-        self.layout, self.compensates = layout, compensates
+    def __init__(self, params: Any, *, compensates: bool, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.compensates = compensates
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
-        for group in self.param_groups:
-            for parameter, grad, state in with_gradients(self, group):
-                if not state:
-                    self._begin(parameter, state)
-                state["step"] += 1
-                if parameter.dtype == torch.bfloat16:
-                    self._update(parameter, grad, state, group)
-                else:
-                    mean, square = state["exp_avg"], state["exp_avg_sq"]
-                    adamw_(parameter, grad, mean, square, state["step"].item(), group)
+    def _update(self) -> None:
+        for parameter, grad, state, group in self._updated():
+            if parameter.dtype == torch.bfloat16:
+                self._update_halves(parameter, grad, state, group)
+            else:
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                adamw_(parameter, grad, mean, square, state["step"].item(), group)
 
     def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = torch.zeros_like(parameter)
         state["exp_avg_sq"] = torch.zeros_like(parameter)
         if self.compensates and parameter.dtype == torch.bfloat16:
             state["compensation"] = torch.zeros_like(parameter)
 
-    def _update(
+    def _update_halves(
         self, parameter: nn.Parameter, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         """Update a parameter in bfloat16, some elements at a time."""

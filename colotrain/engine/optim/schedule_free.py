@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from colotrain.engine.optim.base import with_gradients
+from colotrain.engine.optim.base import OverShards
 
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
+class ScheduleFreeAdamW(OverShards):
     """AdamW without a schedule (Defazio et al. 2024, "The Road Less Scheduled").
 
     Three points in the paper's words: `z` takes AdamW's steps, x is the weighted mean of all z, and
@@ -19,40 +18,20 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
     weight is the square of the largest rate so far, so that a warm-up counts little.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float = 0.0,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+    def _update(self) -> None:
+        for parameter, grad, state, group in self._updated():
+            _move(parameter, grad, state, group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
-        for group in self.param_groups:
-            for parameter, grad, state in with_gradients(self, group):
-                if not state:
-                    _begin(parameter, state)
-                _update(parameter, grad, state, group)
+    def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        state["largest_lr"] = torch.zeros((), dtype=torch.float64)
+        state["weight_sum"] = torch.zeros((), dtype=torch.float64)
+        state["z"] = parameter.detach().clone()
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
-def _begin(parameter: Tensor, state: dict[str, Any]) -> None:
-    state["step"] = torch.zeros((), dtype=torch.float32)
-    state["largest_lr"] = torch.zeros((), dtype=torch.float64)
-    state["weight_sum"] = torch.zeros((), dtype=torch.float64)
-    state["z"] = parameter.detach().clone()
-    state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
-def _update(parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _move(parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Move y and z by one step, and y towards the new mean."""
     (beta1, beta2), lr, z = group["betas"], group["lr"], state["z"]
-    state["step"] += 1
     share = _share_of_step(state, lr)
     square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     root = square.div(1 - beta2 ** state["step"].item()).sqrt_().add_(group["eps"])

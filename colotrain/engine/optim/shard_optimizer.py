@@ -14,22 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.comms.groups import Groups
 from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.base import Unsharded
+from colotrain.engine.optim.base import Slices, Unsharded
 from colotrain.engine.optim.optimizers import make, needs_loops
 from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.optim.schedule_free import averaged
 from colotrain.engine.optim.users_optimizers import (
+    WholeMatrices,
     WholeNumbers,
     to_checkpoint_layout,
     updating_in_place,
 )
-from colotrain.engine.parts.part_map import local_part, rows_of
+from colotrain.engine.parts.part_map import PartMap, local_part
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.errors import UsageError
 from colotrain.lost_peers import peer_lost_in
-from colotrain.spec.axes import DP_SHARD
+from colotrain.spec.axes import COPY, MATRICES, Axis
 from colotrain.spec.offload import StatePerRow
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import OptimPlan
@@ -62,9 +64,16 @@ class ShardOptimizer:
         undecayed: Set[str] = frozenset(),
         aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
         seed: int = 0,
+        parts: PartMap | None = None,
+        comms: Groups | None = None,
     ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
         self.seed, self.kind = seed, optimizer_of(plan.name)
+        self.map, self.comms = parts, comms
+        self.whole: WholeMatrices | None = None
+        """What a user's optimizer gets where ranks divide matrices."""
+        self._parts: dict[str, Sequence[Slices]] = {}
+        """Name → what each rank of `group` has of the parameter."""
         self.of_shards = plan.name in OPTIMIZERS
         """Whether it gets local shards; a user's own optimizer gets DTensors."""
         self.undecayed = undecayed
@@ -89,7 +98,7 @@ class ShardOptimizer:
         fresh = {n: nn.Parameter(local_part(p.detach())) for n, p in parameters.items()}
         self.parameters.update(parameters)
         self.shards.update(fresh)
-        self.stepped.update(fresh if self.of_shards else parameters)
+        self.stepped.update(fresh if self.of_shards else self._as_users(parameters))
         self._names |= {self.stepped[name]: name for name in fresh}
         groups: dict[tuple[ParameterSettings, bool], list[nn.Parameter]] = {}
         if self.torch is None and not fresh:  # a pipeline stage that is frozen steps as the others
@@ -115,38 +124,54 @@ class ShardOptimizer:
         if self.tiers is not None:
             self.tiers.watch_gradients()
 
+    def _as_users(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """Return parameters as a user's optimizer gets them, as if no matrix was divided."""
+        if self.comms is None or self.map is None or self.comms.ranks.size(*MATRICES) == 1:
+            return parameters
+        whole = self.whole = self.whole or WholeMatrices(self.comms, self.map)
+        return {n: nn.Parameter(whole.of(n, p.detach())) for n, p in parameters.items()}
+
     def _settings(self, name: str) -> ParameterSettings:
         ndim = self.parameters[name].ndim
         aliases = self.aliases.get(name, ())
         return settings_of(name, ndim, self.plan, undecayed=self.undecayed, aliases=aliases)
 
-    def group(self, shard: nn.Parameter) -> dist.ProcessGroup | None:
-        """Return the ranks that divide the parameter's rows; None where this rank has all."""
-        parameter = self.parameters[self._names[shard]]
-        if not isinstance(parameter, DTensor):
-            return None
-        return parameter.device_mesh.get_group(DP_SHARD)
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that divide a copy of a stage's parameters; None: this rank alone."""
+        return None if self.comms is None else self.comms[COPY]
+
+    def parts(self, shard: nn.Parameter) -> Sequence[Slices]:
+        """Return, by rank of `group`, where its numbers stand in the whole parameter."""
+        name = self._names[shard]
+        if self.comms is None or self.map is None:
+            return Unsharded().parts(shard)
+        if name not in self._parts:
+            peers = self.comms.ranks.peers(self.comms.rank, *COPY)
+            self._parts[name] = [self.map.slices_on(name, rank) for rank in peers]
+        return self._parts[name]
 
     def name(self, shard: nn.Parameter) -> str:
         return self._names[shard]
 
     def first_row(self, shard: nn.Parameter) -> int:
         """Return the index in the whole parameter of this rank's first row."""
-        group, rows = self.group(shard), self.whole_shape(shard)[:1]
-        return 0 if group is None else rows_of(rows[0], group.rank(), group.size())[0]
+        begin = () if self.map is None else self.map[self._names[shard]].begin
+        return begin[0] if begin else 0
 
-    def num_rows(self, shard: nn.Parameter) -> int | None:
-        """Return the rows of the whole parameter; None where this rank has all of it."""
-        parameter = self.parameters[self._names[shard]]
-        return parameter.shape[0] if isinstance(parameter, DTensor) else None
+    def divided(self, shard: nn.Parameter) -> Mapping[Axis, int]:
+        """Return axis → dimension of the parameter that the ranks along the axis divide."""
+        return {} if self.map is None else self.map[self._names[shard]].divided
 
     def whole_shape(self, shard: nn.Parameter) -> torch.Size:
-        return self.parameters[self._names[shard]].shape
+        return self._whole_shape(self._names[shard])
 
-    def sum_(self, values: Tensor) -> None:
-        """Sum `values` in place over the ranks that share one copy of the model (collective)."""
-        sharded = next(p for p in self.parameters.values() if isinstance(p, DTensor))
-        dist.all_reduce(values, group=sharded.device_mesh.get_group(DP_SHARD))
+    def _whole_shape(self, name: str) -> torch.Size:
+        return self.parameters[name].shape if self.map is None else torch.Size(self.map[name].whole)
+
+    def sum_(self, values: Tensor, axes: tuple[Axis, ...]) -> None:
+        """Sum `values` in place over the ranks that differ in `axes` (collective)."""
+        assert self.comms is not None
+        self.comms.sum_(values, axes)
 
     @property
     def streams(self) -> bool:
@@ -204,6 +229,8 @@ class ShardOptimizer:
         for name, grad in grads.items():
             if self.of_shards:  # a user's optimizer sees the parameter's own gradient
                 self.stepped[name].grad = grad
+            elif self.whole is not None:
+                self.stepped[name].grad = self.whole.of(name, _like(self.parameters[name], grad))
         try:
             with self._watched(grads):
                 self.torch.step()
@@ -215,7 +242,7 @@ class ShardOptimizer:
                 f"use operations that DTensors have, or one of {', '.join(OPTIMIZERS)}",
             ) from error
         for name in grads:
-            if self.of_shards:
+            if self.of_shards or self.whole is not None:
                 self.stepped[name].grad = None
 
     @contextmanager
@@ -264,6 +291,20 @@ class ShardOptimizer:
             name: {k: self._tensor(name, k, v) for k, v in state.items() if isinstance(v, Tensor)}
             for name, state in self._states()
         }
+
+    def divides(self, name: str, key: str, *, ndim: int) -> bool:
+        """Whether ranks with parts of experts or matrices have parts of this state, too.
+
+        The parameter may be one that no longer trains.
+        """
+        dim = None if self.map is None else self.map[name].divided.get(self.map.axis)
+        if dim is None or self.torch is None:
+            return False
+        if self.of_shards:
+            return self.kind.sums.get(key) != dim - ndim
+        stepped = self.stepped.get(name)
+        value = None if stepped is None else self.torch.state.get(stepped, {}).get(key)
+        return isinstance(value, DTensor) and value.placements[-2].is_shard()
 
     def held_state(self) -> dict[str, dict[str, Tensor]]:
         """Return name → this rank's part of the state tensors."""
@@ -329,9 +370,15 @@ class ShardOptimizer:
             )
 
     def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
-        is_whole = key in self.kind.whole_state and value.ndim == 2
+        is_whole = self.kind.sums.get(key) == -2 and value.ndim == 2  # of all rows
         has_rows = self.of_shards and not is_whole
-        found = _like(self.parameters[name], value) if has_rows else to_checkpoint_layout(value)
+        parameter = self.parameters[name]
+        if has_rows:
+            return _like(parameter, value)
+        if self.whole is None or self.of_shards:
+            found = to_checkpoint_layout(value)
+        else:
+            found = self.whole.sharded(name, value, parameter)
         if found is None:
             raise UsageError(
                 f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
@@ -354,7 +401,7 @@ class ShardOptimizer:
         for name in (name for visited in self._groups_to_update() for name in visited):
             stepped = self.stepped[name]
             if (names is None or name in names) and not self.torch.state[stepped]:
-                is_hidden, whole = self._settings(name).is_hidden, self.parameters[name].shape
+                is_hidden, whole = self._settings(name).is_hidden, self._whole_shape(name)
                 blank = _blank_state(self.plan, stepped, whole=whole, is_hidden=is_hidden)
                 self.torch.state[stepped] = blank
         if self.tiers is not None:

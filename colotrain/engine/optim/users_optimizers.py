@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from colotrain.dotted import import_target
+from colotrain.engine.comms.groups import Groups as Comms
 from colotrain.engine.optim.base import Groups
+from colotrain.engine.parts.part_map import PartMap
+from colotrain.engine.sharding.fsdp_internals import dtensor, dtensor_of
 from colotrain.errors import ConfigError, Problem, UsageError
 from colotrain.spec.plan import OptimPlan
 
@@ -71,6 +74,44 @@ def updating_in_place(
                 "update parameters in place, as p.add_() and p.copy_() do: what is assigned to "
                 "p.data does not reach a sharded parameter",
             )
+
+
+class WholeMatrices:
+    """Parameters over all ranks that divide them, where ranks along TP or EP do so beside shards.
+
+    All ranks must make it, which makes no collective.
+    """
+
+    def __init__(self, comms: Comms, parts: PartMap) -> None:
+        self.parts, self.mesh = parts, comms.by_matrices()
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a sharded parameter or its gradient as the whole; it shares its memory."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        part = self.parts[name]
+        dim = part.divided.get(self.parts.axis)
+        inner = (Replicate() if dim is None else Shard(dim), Shard(0))
+        outer = (Replicate(),) * (self.mesh.ndim - 2)
+        return dtensor(tensor.to_local(), self.mesh, (*outer, *inner), torch.Size(part.whole))
+
+    def sharded(self, name: str, value: Tensor, parameter: Tensor) -> Tensor | None:
+        """Return state of a parameter as this rank's shards have it; None where that has none."""
+        if not isinstance(value, DTensor):
+            return value
+        *outer, matrices, shards = value.placements
+        dim, shape = self.parts[name].divided.get(self.parts.axis), list(value.shape)
+        if not all(placement.is_replicate() for placement in outer):
+            return None
+        if dim is not None and matrices.is_shard(dim):
+            shape[dim] //= self.mesh.size(self.mesh.ndim - 2)
+        elif not matrices.is_replicate():
+            return None
+        if shards.is_replicate():
+            return value.to_local()
+        if not shards.is_shard(0) or not isinstance(parameter, DTensor):
+            return None
+        return dtensor_of(value.to_local(), parameter, torch.Size(shape))
 
 
 def to_checkpoint_layout(value: Tensor) -> Tensor | None:

@@ -69,7 +69,8 @@ class PartMap(Mapping[str, Part]):
     ranks: Ranks
     rank: int
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Parameter → what this rank has of it, where ranks along TP divide it."""
+    """Parameter → what this rank has of it, where ranks along `axis` divide it."""
+    axis: Axis = TP
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter → the pipeline stages that have it, where there are several stages."""
     _parts: dict[str, Part] = field(default_factory=dict)
@@ -81,9 +82,12 @@ class PartMap(Mapping[str, Part]):
         *,
         splits: Mapping[str, Split],
         holders: Mapping[str, tuple[int, ...]],
+        axis: Axis = TP,
     ) -> PartMap:
         """Return the parts of the parameters of a model that `fully_shard` has sharded."""
-        parts = PartMap(ranks=comms.ranks, rank=comms.rank, splits=splits, holders=holders)
+        parts = PartMap(
+            ranks=comms.ranks, rank=comms.rank, splits=splits, holders=holders, axis=axis
+        )
         for name, parameter in module_tree.named_parameters(model):
             sharded = isinstance(parameter, DTensor)
             parts._parts[name] = parts.part_of(name, parameter.shape, name, is_sharded=sharded)
@@ -107,21 +111,32 @@ class PartMap(Mapping[str, Part]):
         """Note which parameters are frozen from now on, and the pattern of each."""
         self._parts = {n: replace(part, frozen=reasons.get(n)) for n, part in self.items()}
 
-    def part_of(self, name: str, shape: Sequence[int], parameter: str, *, is_sharded: bool) -> Part:
+    def part_of(
+        self,
+        name: str,
+        shape: Sequence[int],
+        parameter: str,
+        *,
+        is_sharded: bool,
+        is_divided: bool | None = None,
+    ) -> Part:
         """Return which part of a whole tensor this rank has.
 
-        The tensor is `parameter`, or state of it. Without its division along TP it has `shape`,
+        The tensor is `parameter`, or state of it. Without its division along `axis` it has `shape`,
         and its rows are divided if `is_sharded`. What belongs to no parameter is on all stages.
+        `is_divided`: whether it has the dimension that `axis` divides; None: as its rows are.
         """
-        split = self.splits.get(parameter) if is_sharded or name == parameter else None
+        if is_divided is None:
+            is_divided = is_sharded or name == parameter
+        split = self.splits.get(parameter) if is_divided else None
         split = split if split is not None and split.dim < len(shape) else None
-        divided: dict[Axis, int] = {} if split is None else {TP: split.dim}
+        divided: dict[Axis, int] = {} if split is None else {self.axis: split.dim}
         divided |= {DP_SHARD: 0} if is_sharded else {}
         stage, stages = self.ranks.coords(self.rank)[PP], self.holders.get(parameter, (0,))
         is_here = stage in stages or parameter not in self.holders
         slices: tuple[slice, ...] = (slice(0, 0),) * len(shape)
         if is_here:
-            slices = self._slices(shape, split, is_sharded=is_sharded)
+            slices = self._slices(shape, split, is_sharded=is_sharded, rank=self.rank)
         has_any = is_here and all(s.start < s.stop for s in slices)
         alike = [axis for axis in STAGE if axis not in divided]
         position, number = self.ranks.index(self.rank, *alike), self.ranks.size(*alike)
@@ -137,17 +152,25 @@ class PartMap(Mapping[str, Part]):
             writes=stages[0] == stage and position == turn and (has_any or not is_sharded),
         )
 
-    def _slices(
-        self, shape: Sequence[int], split: Split | None, *, is_sharded: bool
-    ) -> tuple[slice, ...]:
-        slices = [slice(0, size) for size in shape]
-        if is_sharded:
-            shard, shards = self.ranks.coords(self.rank)[DP_SHARD], self.ranks.size(DP_SHARD)
-            first, length = rows_of(shape[0], shard, shards)
-            slices[0] = slice(first, first + length)
+    def slices_on(self, name: str, rank: int) -> tuple[slice, ...]:
+        """Return where a parameter's numbers on a rank of this one's stage stand in the whole."""
+        part, split = self[name], self.splits.get(name)
+        shape = list(part.whole)
         if split is not None:
+            shape[split.dim] = split.size
+        return self._slices(shape, split, is_sharded=part.is_sharded, rank=rank)
+
+    def _slices(
+        self, shape: Sequence[int], split: Split | None, *, is_sharded: bool, rank: int
+    ) -> tuple[slice, ...]:
+        coords, slices = self.ranks.coords(rank), [slice(0, size) for size in shape]
+        if is_sharded:
+            first, length = rows_of(shape[0], coords[DP_SHARD], self.ranks.size(DP_SHARD))
+            slices[0] = slice(first, first + length)
+        if split is not None:  # which is even: a rank's part begins after those before it
+            begin = split.start if rank == self.rank else coords[self.axis] * split.size
             own = slices[split.dim]
-            slices[split.dim] = slice(split.start + own.start, split.start + own.stop)
+            slices[split.dim] = slice(begin + own.start, begin + own.stop)
         return tuple(slices)
 
 

@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain import module_tree
+from colotrain.engine.comms import exchange
 from colotrain.engine.comms.groups import Groups
 from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.model.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.models.facts import facts_of
+from colotrain.models.tensor_parallel import ATTRIBUTE
 from colotrain.spec.axes import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
@@ -180,13 +182,17 @@ class Stage:
         if self.exchange is not None:
             self.exchange.finish()
 
-    def from_last(self, number: int) -> int:
-        """Return the last stage's number. All ranks must call."""
+    def from_last(self, value: Any) -> Any:
+        """Return the last stage's value, plain data. All ranks must call."""
         if self.line is None:
-            return number
-        told = torch.tensor(number)
-        dist.broadcast(told, group=self.line, group_src=self.count - 1)
-        return int(told.item())
+            return value
+        return exchange.broadcast(value, self.line, src=self.count - 1)
+
+    def tensors_from_last(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the last stage's tensors, on the CPU. All ranks must call."""
+        if self.line is None:
+            return dict(tensors)
+        return exchange.broadcast_tensors(tensors, self.line, src=self.count - 1)
 
     def sum_shared_(self, name: str, gradient: Tensor) -> None:
         """Add the other stage's gradient of a tied parameter; both then have the same bits.
@@ -345,10 +351,12 @@ def only_shape(module: nn.Module, dtype: torch.dtype | None) -> Callable[..., An
     """
     forward = module.forward
     if isinstance(module, nn.Embedding):
-        weight, width = module.weight, module.embedding_dim
+        weight, width, shard = module.weight, module.embedding_dim, getattr(module, ATTRIBUTE, None)
+        parts = shard.size if shard is not None and shard.by_tokens else 1
 
         def forward(ids: Tensor) -> Tensor:
-            return torch.empty((*ids.shape, width), dtype=weight.dtype, device="meta")
+            shape = (*ids.shape[:-1], ids.shape[-1] // parts, width)
+            return torch.empty(shape, dtype=weight.dtype, device="meta")
 
     @functools.wraps(forward)
     def zeros(*args: Any, **kwargs: Any) -> Any:

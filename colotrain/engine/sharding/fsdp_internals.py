@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from colotrain.torch_internals import copy_together, keep_versions, unknown_torch
 
@@ -115,9 +116,15 @@ def dtensor_of(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
 
     `DTensor.from_local` would copy a part on the host to the mesh's device.
     """
+    return dtensor(local, like.device_mesh, like.placements, shape)
+
+
+def dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 

@@ -51,7 +51,7 @@ from colotrain.engine.sharding.parameters import (
 from colotrain.engine.sharding.tensor_parallel import TensorGroup
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.axes import DP_SHARD
+from colotrain.spec.axes import DP_SHARD, EP
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import stays_gathered
 from colotrain.torch_internals import is_called_by_backward
@@ -183,7 +183,7 @@ def shard_(
     if (compute := cast_dtype(plan.train.precision)) is not None:
         keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
-    parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders)
+    parts = PartMap.of(model, comms, splits=tensor.splits, holders=stage.holders, axis=tensor.axis)
     parts.freeze(frozen or {})
     sharded = ShardedModel(
         module=model,
@@ -197,7 +197,7 @@ def shard_(
         stage=stage,
     )
     watch_replaced(originals, model)
-    attach_(model, sharded.fsdp_params(), attached, ranks=comms.data_mesh.size())
+    attach_(model, sharded.fsdp_params(), attached, ranks=_ranks_under_ddp(sharded))
     reduce_unused_(model, [params for group in groups for params in group.fsdp_groups])
     ForwardWatch(list(sharded.fsdp_params())).install(model, [group.handle for group in groups])
     for module in (module for _, modules in modules_of for module in modules):
@@ -207,6 +207,15 @@ def shard_(
         module.register_forward_pre_hook(partial(_called, sharded, index))
         gather_outside_transforms(module)
     return sharded
+
+
+def _ranks_under_ddp(sharded: ShardedModel) -> int:
+    """Return the number of ranks whose samples' gradients are summed, of parameters with hooks.
+
+    No divided expert has a hook: each rank of its group has a part of the gradient.
+    """
+    tensor = sharded.tensor
+    return sharded.comms.data_mesh.size() * (tensor.shard.size if tensor.axis is EP else 1)
 
 
 def _called(sharded: ShardedModel, index: int, *_: Any) -> None:
@@ -361,7 +370,7 @@ def materialise_(
         allocate(False)
     for name, parameter in module_tree.named_parameters(model):
         if name in sharded.attached and not isinstance(parameter, DTensor):
-            sharded.attached[name].register(parameter, ranks=sharded.comms.data_mesh.size())
+            sharded.attached[name].register(parameter, ranks=_ranks_under_ddp(sharded))
     initialise_lazily(sharded.groups[-1].handle)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -31,16 +33,20 @@ def reduce_replicated_(sharded: ShardedModel) -> None:
 
 @torch.no_grad()
 def sum_partial_(sharded: ShardedModel) -> None:
-    """Sum the gradients of which ranks of a tensor-parallel group have parts, once a step.
+    """Sum the gradients of which ranks that divide matrices or experts have parts, once a step.
 
     All ranks must call.
     """
-    partial, found = sharded.tensor.partial, []
-    for name, parameter in sharded.named_parameters() if partial else ():
-        if name in partial and isinstance(parameter.grad, DTensor):
-            found.append(parameter.grad.to_local())
-            sharded.norms.pop(name, None)
-    device = sharded.comms.device
+    partial, found, device = sharded.tensor.partial, [], sharded.comms.device
+    if not partial:
+        return
+    named = {n: p for n, p in sharded.trained().items() if n in partial and isinstance(p, DTensor)}
+    used = sharded.tensor.used_by_any([p.grad is not None for p in named.values()], device)
+    for name, parameter in itertools.compress(named.items(), used):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found.append(local_part(parameter.grad))
+        sharded.norms.pop(name, None)
     if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
         torch.accelerator.synchronize()
     if found:

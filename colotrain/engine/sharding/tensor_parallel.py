@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,8 @@ from colotrain.models.tensor_parallel_styles import (
     own_divisions,
     partial_parameters,
 )
-from colotrain.spec.axes import TP
-from colotrain.spec.divisions import Split
+from colotrain.spec.axes import TP, Axis
+from colotrain.spec.divisions import SUM_BYTES, Split
 from colotrain.spec.plan import RunPlan
 
 
@@ -27,6 +27,8 @@ from colotrain.spec.plan import RunPlan
 class TensorGroup:
     """This rank of a tensor-parallel group, and the parameters that the group divides."""
 
+    axis: Axis = TP
+    """The axis of the mesh in which the ranks of the group differ."""
     shard: TensorShard = field(default_factory=lambda: TensorShard(rank=0, size=1))
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameter → what this rank has of it; all others are whole, and equal on all ranks."""
@@ -39,16 +41,26 @@ class TensorGroup:
     def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
         """Set gradients to their sums over the group, with the same bits on all of its ranks.
 
-        All ranks must call, with gradients of the same shapes on any device.
+        All ranks must call, with gradients of the same shapes on any device. `device` has a few
+        buffers of `SUM_BYTES`.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for alike in by_dtype.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike]).to(device)
-            sums = self.shard.sum(flat).split([gradient.numel() for gradient in alike])
-            for gradient, total in zip(alike, sums, strict=True):
-                gradient.copy_(total.view(gradient.shape))
+        flats = [gradient.contiguous().view(-1) for gradient in gradients]
+        for flat in flats:
+            by_dtype.setdefault(flat.dtype, []).append(flat)
+        for dtype, alike in by_dtype.items():
+            for pieces in _pieces(alike, SUM_BYTES // dtype.itemsize):
+                bucket = torch.cat([piece.to(device) for piece in pieces])
+                sums = self.shard.sum(bucket).split([piece.numel() for piece in pieces])
+                for piece, total in zip(pieces, sums, strict=True):
+                    piece.copy_(total)
+        for gradient, flat in zip(gradients, flats, strict=True):
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
+
+    def used_by_any(self, used: Sequence[bool], device: str) -> list[bool]:
+        """Return which gradients some rank of the group has: those that this one has."""
+        return list(used)
 
     def connect_(self, group: dist.ProcessGroup, device: str) -> None:
         """Let the model exchange with the ranks of `group`, which must all call.
@@ -56,6 +68,21 @@ class TensorGroup:
         No forward may run on a single rank afterwards.
         """
         self.shard.all_gather, self.shard.reduce_scatter = collectives_of(group, device)
+
+
+def _pieces(flats: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Yield views of all numbers of the tensors, in their order, `most` numbers at a time."""
+    found, room = list[Tensor](), most
+    for flat in flats:
+        while flat.numel():
+            piece, flat = flat[:room], flat[room:]
+            found.append(piece)
+            room -= piece.numel()
+            if not room:
+                yield found
+                found, room = [], most
+    if found:
+        yield found
 
 
 def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan, comms: Groups) -> TensorGroup:

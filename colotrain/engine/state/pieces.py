@@ -22,6 +22,7 @@ from colotrain.engine.state.run_state import Run
 from colotrain.engine.state.shard_file import Piece
 from colotrain.torch_internals import is_persistent
 
+OPTIM = "optim."
 OWN = ("rng.", "rank.")
 """Beginnings of the names of tensors that one rank alone has: generators, differing buffers."""
 
@@ -59,9 +60,16 @@ def parts_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Return the part of a whole tensor that each tensor of the state is, by its name there."""
 
     def part_of(name: str, tensor: Tensor) -> Part:
-        is_sharded = isinstance(tensor, DTensor)
+        parameter, is_divided = parameter_in(name), None
+        if name.startswith(OPTIM):
+            key = name.rpartition(".")[2]
+            is_divided = run.optimizer.divides(parameter, key, ndim=tensor.ndim)
         part = run.sharded.parts.part_of(
-            name, tensor.shape, parameter_in(name), is_sharded=is_sharded
+            name,
+            tensor.shape,
+            parameter,
+            is_sharded=isinstance(tensor, DTensor),
+            is_divided=is_divided,
         )
         return replace(part, writes=True) if name.startswith(OWN) else part
 

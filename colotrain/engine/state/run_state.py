@@ -26,6 +26,7 @@ from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
+from colotrain.spec.axes import CP, TP
 from colotrain.spec.phases import AFTER_A_STEP, Phase
 from colotrain.spec.plan import RunPlan
 
@@ -147,6 +148,13 @@ class Run:
     def tiers(self) -> Tiers | None:
         """Tiers of parameters, gradients and optimizer state; None where all stay on the device."""
         return self.optimizer.tiers
+
+    def counts(self, *, whole: bool) -> bool:
+        """Whether what this rank has of its samples counts: ranks beside it have the same.
+
+        `whole`: whether it is of whole samples, although ranks may divide them.
+        """
+        return self.plan.ranks.is_first(self.rank, *((CP, TP) if whole else (TP,)))
 
     def at(self, phase: Phase) -> None:
         """Note what this rank does now, for the event of a failure, and send a heartbeat."""

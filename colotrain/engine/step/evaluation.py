@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from colotrain.dotted import import_target
 from colotrain.engine.comms import exchange
 from colotrain.engine.gradients.accumulation import Batch, to_device, weighted_output
 from colotrain.engine.model.unchanged import unchanged, uncompiled
+from colotrain.engine.pipeline.forward_only import answer, ask, stop_asking
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.checkpoint import copy_to_memory, finish_copy
 from colotrain.engine.state.pieces import persistent_buffers
@@ -31,9 +33,9 @@ from colotrain.engine.step.participant import Participant, StepResult
 from colotrain.engine.step.text_samples import write_samples
 from colotrain.errors import UsageError
 from colotrain.events.kinds import Evaluation, Note
-from colotrain.models.objective import inputs_of, outputs_alone
+from colotrain.models.context_parallel import whole_output
+from colotrain.models.objective import inputs_of, is_of_whole, outputs_alone
 from colotrain.models.outputs import TargetRule, means_in, metrics_in
-from colotrain.spec.axes import TP
 from colotrain.spec.batch import is_due
 from colotrain.spec.phases import Phase
 
@@ -91,7 +93,7 @@ class Evaluator(Participant):
         model.eval()
         with interruptible(run, "evaluation"), exported_buffers(run):
             sums, metrics = self._sum_losses(data)
-            if not run.plan.ranks.is_first(run.rank, TP):  # another rank has the same
+            if not run.counts(whole=self._is_of_whole()):  # another rank has the same
                 sums, metrics = torch.zeros_like(sums), {}
             reshard(run.sharded)
             run.progress.begin_agreement()
@@ -146,25 +148,50 @@ class Evaluator(Participant):
         """Return `weighted_output`, and what `train.metrics` returns. All ranks must call.
 
         None on a pipeline stage that is not the last.
-
-        A Hugging Face model that computes its loss runs once more, without labels, for its outputs.
         """
-        run, model, stage = self.run, self.run.sharded.module, self.run.sharded.stage
-        if stage.count > 1:
-            stage.forward_until_loss(model, inputs_of(model, batch))
-            stage.end_step()
-        if not stage.is_last:
-            return None
-        seen: list[Any] = []
+        model, stage, found = self.run.sharded.module, self.run.sharded.stage, None
+
+        def begin(batch: Batch) -> None:
+            if stage.count > 1:
+                stage.forward_until_loss(model, inputs_of(model, batch))
+
+        if stage.is_last:
+            found = self._evaluated(batch, begin)
+        else:
+            for _ in range(1 + self._needs_outputs):
+                begin(batch)
+        stage.end_step()
+        return found
+
+    @property
+    def _needs_outputs(self) -> bool:
+        """Whether forward returns the loss, and once more, without labels, its outputs."""
+        model = self.run.plan.model
+        return self.metrics is not None and model.hf is not None and model.loss is None
+
+    def _evaluated(self, batch: Batch, begin: Callable[[Batch], None]) -> Evaluated:
+        """Return `_with_metrics` where forward gives the loss; `begin` lets other stages run."""
+        model, seen = self.run.sharded.module, list[Any]()
+        begin(batch)
         loss, count, output = weighted_output(model, batch, seen=seen)
         if self.metrics is None:
             return loss, count, output, None
         outputs = seen[0]
-        if run.plan.model.hf and run.plan.model.loss is None:
+        if not is_of_whole(model):
+            (loss, count), output = whole_output(model, ((loss, count), output))
+        if self._needs_outputs:
+            begin(batch)
             outputs = outputs_alone(model, batch)
+        if self.run.plan.model.loss is None:
+            outputs = whole_output(model, outputs)
         if output is None:
             return loss, count, None, None
-        return loss, count, output, _checked(self.metrics(batch, outputs), run.plan.train.metrics)
+        found = _checked(self.metrics(batch, outputs), self.run.plan.train.metrics)
+        return loss, count, output, found
+
+    def _is_of_whole(self) -> bool:
+        """Whether what a rank evaluates is of whole samples, although ranks may divide them."""
+        return self.metrics is not None or is_of_whole(self.run.sharded.module)
 
     def _weights_of_metrics(self) -> dict[str, str]:
         """Name of each metric without a count of its own → what it is a mean over (`WEIGHTS`).
@@ -172,11 +199,27 @@ class Evaluator(Participant):
         Found by samples together and apart; a metric that is none of these means depends on how
         samples are divided, which is said. All ranks must call.
         """
-        run, counts = self.run, {kind: list[float]() for kind in WEIGHTS}
+        run = self.run
+        weights, unknown, is_sure = run.sharded.stage.from_last(self._own_weights())
+        self.weights = weights if is_sure else None  # else the next evaluation may tell
+        for name in unknown if run.rank == 0 else ():
+            text = (
+                f"warning: {name} of train.metrics or of the model is no mean over samples or "
+                "targets: its value depends on train.micro_batch; return (sum, count) for it"
+            )
+            run.events.write(Note(step=run.step, text=text))
+        return cast(dict[str, str], weights)
+
+    def _own_weights(self) -> tuple[dict[str, str], list[str], bool]:
+        """Return `_weights_of_metrics`, the metrics that are no mean, and whether it is sure.
+
+        All ranks must call; the last stage alone knows.
+        """
+        counts = {kind: list[float]() for kind in WEIGHTS}
         means: list[dict[str, float]] = []
         evaluated = self._together_and_apart()
         if evaluated is None:
-            return {}
+            return {}, [], False
         for batch, (_, count, output, own) in evaluated:
             means.append({**means_in(output), **means_in(own)})
             for kind in WEIGHTS:
@@ -184,40 +227,39 @@ class Evaluator(Participant):
         is_usual = counts["targets"] in (counts["labels"], counts["samples"])
         own_weights = ("labels", "samples", "targets")  # of the loss
         order = WEIGHTS if is_usual else own_weights
-        weights, is_sure = {}, True
+        weights, unknown, is_sure = dict[str, str](), list[str](), True
         for name, whole in means[0].items() if means else ():
             values = [each.get(name, 0.0) for each in means[1:]]
             fits = [kind for kind in order if _is_mean(whole, values, counts[kind][1:])]
             is_sure &= len({tuple(counts[kind]) for kind in fits}) < 2
             weights[name] = fits[0] if fits else order[0]
-            if not fits and run.rank == 0:
-                text = (
-                    f"warning: {name} of train.metrics or of the model is no mean over samples or "
-                    "targets: its value depends on train.micro_batch; return (sum, count) for it"
-                )
-                run.events.write(Note(step=run.step, text=text))
-        self.weights = weights if is_sure else None  # else the next evaluation may tell
-        return weights
+            unknown += [] if fits else [name]
+        return weights, unknown, is_sure
 
     def _together_and_apart(self) -> list[tuple[Batch, Evaluated]] | None:
         """Evaluate a few samples at once, and each alone; None where that tells nothing."""
         run, samples = self.run, self.run.targets.samples
         size = len(next(iter(samples.values())))
-        has_none = self.metrics is None and sums_tokens(run.sharded.module)
-        if has_none or run.plan.mesh.cp > 1 or run.sharded.stage.count > 1 or size < 2:
+        model, stage, found = run.sharded.module, run.sharded.stage, None
+        has_none = self.metrics is None and sums_tokens(model)
+        is_of_part = run.plan.mesh.cp > 1 and not self._is_of_whole()
+        if has_none or is_of_part or size < 2:
             return None
+        begin = functools.partial(ask, stage, model)
         trial = to_device(samples, run.device)
         apart = [{name: tensor[i : i + 1] for name, tensor in trial.items()} for i in range(size)]
-        try:
-            with uncompiled(run.plan, True), unchanged(run.sharded.module, run.device):
-                alone = [(batch, self._with_metrics(batch)) for batch in apart]
-                rows = [i for i, (_, one) in enumerate(alone) if one and one[2] is not None]
+        with uncompiled(run.plan, True), unchanged(model, run.device):
+            if not stage.is_last:
+                answer(stage, model, run.device)
+                return None
+            with suppress(Exception):  # a batch of one sample may be none that the model takes
+                alone = [(batch, self._evaluated(batch, begin)) for batch in apart]
+                rows = [i for i, (_, one) in enumerate(alone) if one[2] is not None]
                 together = {name: tensor[rows] for name, tensor in trial.items()}
-                found = [(together, self._with_metrics(together))] if rows else []
-        except Exception:  # a batch of one sample may be none that the model takes
-            return None
-        found += [alone[i] for i in rows]
-        return [(batch, result) for batch, result in found if result is not None]
+                whole = [(together, self._evaluated(together, begin))] if rows else []
+                found = [*whole, *(alone[i] for i in rows)]
+            stop_asking(stage)
+        return found
 
 
 @contextmanager

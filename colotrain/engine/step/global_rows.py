@@ -20,12 +20,14 @@ from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.comms.waiting import waiting
 from colotrain.engine.gradients.accumulation import Batch, to_device
 from colotrain.engine.model.unchanged import kept_buffers, uncompiled
+from colotrain.engine.pipeline.forward_only import through_stages
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.run_state import Run
 from colotrain.engine.step.batches import Batches
 from colotrain.engine.step.participant import Participant
 from colotrain.models.objective import objective_of
 from colotrain.models.objectives.base import POSITIONS, GlobalRows
+from colotrain.spec.axes import STAGE
 from colotrain.spec.phases import Phase
 
 
@@ -59,7 +61,11 @@ def micro_batches(run: Run, data: BatchLoader, step: int, num: int) -> Iterator[
         yield from batches
         return
     read = list(batches)
-    shared = across.entries(_rows_of_all(run, across, data, step, read))
+    rows = _rows_of_all(run, across, data, step, read)
+    if rows is None:  # the last stage has them, and computes the loss
+        yield from read
+        return
+    shared = across.entries(rows)
     for index, batch in enumerate(read):
         own = torch.tensor(_positions(data, step, index), device=device)
         batch.update(shared | {POSITIONS: own})
@@ -76,28 +82,35 @@ def _positions(data: BatchLoader, step: int, index: int) -> list[int]:
 
 def _rows_of_all(
     run: Run, across: GlobalRows, data: BatchLoader, step: int, batches: list[Batch]
-) -> Tensor:
-    """The rows of all samples of a global batch, in the order of their positions."""
+) -> Tensor | None:
+    """The rows of all samples of a global batch, in the order of their positions.
+
+    None on pipeline stages before the last. All ranks must call.
+    """
     size, first = data.batch.micro_batch, step * data.batch.global_batch
     stop = first + data.batch.global_batch
     own = _own_rows(run, across, batches, size)
-    ranks: list[Tensor | None] = [None] * dist.get_world_size()
+    if own is None:
+        return None
+    of_stage = run.plan.ranks.of_stage(run.sharded.stage.index)
+    ranks: list[Tensor | None] = [None] * len(of_stage)
     gathered = [torch.empty_like(own) for _ in ranks]
     with waiting():
-        dist.all_gather(gathered, own)
-    for rank, rows in enumerate(gathered):
+        dist.all_gather(gathered, own, group=run.sharded.comms[STAGE])
+    for rank, rows in zip(of_stage, gathered, strict=True):
         ranks[run.plan.ranks.reader(rank)] = rows
     found = torch.stack([rows for rows in ranks if rows is not None], 1).flatten(0, 2)
     return found[: (stop if data.end is None else min(stop, data.end)) - first]
 
 
 @torch.no_grad()
-def _own_rows(run: Run, across: GlobalRows, batches: list[Batch], size: int) -> Tensor:
+def _own_rows(run: Run, across: GlobalRows, batches: list[Batch], size: int) -> Tensor | None:
     """The rows of this rank's micro-batches [number, size, ...], short ones padded with zeros.
 
-    Buffers and generators are as before afterwards. All ranks must call.
+    None on pipeline stages before the last. Buffers and generators are as before afterwards. All
+    ranks must call.
     """
-    model, drawn = run.sharded.module, generators.states(run.device)
+    model, stage, drawn = run.sharded.module, run.sharded.stage, generators.states(run.device)
     found = []
     with kept_buffers(model):
         for batch in batches:
@@ -105,9 +118,10 @@ def _own_rows(run: Run, across: GlobalRows, batches: list[Batch], size: int) -> 
             run.sharded.calls.clear()
             is_short = len(batch["input_ids"]) < size
             with uncompiled(run.plan, is_short):
-                rows = across.rows(model, batch)
-            padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
-            found.append(torch.cat([rows, padding]))
+                rows = through_stages(stage, model, across.rows, batch)
+            if rows is not None:
+                padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
+                found.append(torch.cat([rows, padding]))
     generators.set_states(run.device, drawn)
     reshard(run.sharded)
-    return torch.stack(found)
+    return torch.stack(found) if found else None

@@ -29,7 +29,7 @@ from colotrain.engine.step.clock import StepClock
 from colotrain.engine.step.participant import Agreed, Participant, StepResult
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.axes import DP_REPLICATE, STAGE, TP
+from colotrain.spec.axes import DP_REPLICATE, EP, STAGE, TP
 from colotrain.spec.batch import is_due
 from colotrain.spec.phases import Phase
 
@@ -128,7 +128,7 @@ def _differing_replicas(run: Run) -> list[Finding]:
     held = [(n, t, run.sharded.parts[n.rpartition(" of ")[2]]) for n, t in _state(run)]
     replicated = [(n, t) for n, t, part in held if not part.is_sharded]
     found = _compare("replicas", replicated, comms[STAGE])
-    for axis in (TP, DP_REPLICATE):
+    for axis in (TP, EP, DP_REPLICATE):
         if axis in comms.ranks.sizes:
             alike = [(n, t) for n, t, p in held if p.is_sharded and axis not in p.divided]
             found += _compare("replicas", alike, comms[axis])

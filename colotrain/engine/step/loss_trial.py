@@ -22,13 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain import module_tree
 from colotrain.engine.model.unchanged import unchanged
+from colotrain.engine.pipeline.forward_only import answer, ask, stop_asking
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.errors import Problem
 from colotrain.models.huggingface import predicts_next, task_in
 from colotrain.models.huggingface_task import MASKED
 from colotrain.models.llm import LLM
-from colotrain.models.objective import inputs_of, objective_of, output_of
+from colotrain.models.objective import objective_of, output_of
 from colotrain.models.outputs import TargetRule, count_in, loss_in, pair_in
+from colotrain.records import from_plain, to_plain
 from colotrain.spec.objectives import IGNORE_INDEX
 from colotrain.spec.plan import DataPlan, ModelPlan
 
@@ -135,49 +137,55 @@ def examine(
     """Find out of what the loss is the mean. All ranks must call with the same samples.
 
     `known` is what an earlier trial found; after `budget_s` seconds no further forward begins. The
-    model's buffers and the generators do not change. With pipeline stages the last one decides, and
-    the samples are not compared.
+    model's buffers and the generators do not change. With pipeline stages the last one decides.
     """
     if sums_tokens(model):
         return Findings(copies=copies_input(model, samples, TargetRule()))
     rule, stage = known or TargetRule(), stage or Stage()
-    against, device = "", next(iter(samples.values())).device
+    device, found = next(iter(samples.values())).device, None
     for everything in (True, False):
         with unchanged(model, device, everything=everything):
-            trial = _Trial(model, stage, time.monotonic() + budget_s)
-            first = _rows(samples, 0, MOST_AT_ONCE)
-            whole = trial.loss(_rows(samples, 0, 1) if stage.count > 1 else first)
-            if whole is not None or stage.count > 1:
-                rule = trial.rule_of(whole, first, rule)
-            if whole is not None and stage.count == 1:
-                rule, against = trial.compare(whole, samples, rule, tolerance)
-            stage.end_step()
-        if whole is not None or stage.count > 1:
+            if stage.is_last:
+                trial = _Trial(model, stage, time.monotonic() + budget_s)
+                found = trial.examine(samples, rule, tolerance)
+                stop_asking(stage)
+            else:
+                answer(stage, model, device)
+        told = stage.from_last(to_plain(found))
+        if told is not None:
+            found = from_plain(Findings, told)
             break
-    return Findings(
-        rule=rule,
-        against=against,
-        copies=copies_input(model, samples, rule),
-        is_weighed=whole is not None and whole.weight is not None,
-    )
+    found = found or Findings(rule=rule)
+    return replace(found, copies=copies_input(model, samples, found.rule))
 
 
 class _Trial:
-    """Forwards of a model with changed labels, and with some of the samples."""
+    """Forwards of a model with changed labels, and with some of the samples.
+
+    With pipeline stages the last one makes it, and the others answer.
+    """
 
     def __init__(self, model: nn.Module, stage: Stage, until: float) -> None:
         self.model, self.stage, self.until = model, stage, until
+
+    def examine(self, samples: Batch, known: TargetRule, tolerance: float) -> Findings | None:
+        """What the loss is the mean of; None where forward gives none."""
+        first = _rows(samples, 0, MOST_AT_ONCE)
+        whole = self.loss(first)
+        if whole is None:
+            return None
+        rule, against = self.compare(whole, samples, self.rule_of(whole, first, known), tolerance)
+        return Findings(rule=rule, against=against, is_weighed=whole.weight is not None)
 
     def loss(self, batch: Batch) -> Result | None:
         """The loss of a batch; None where there is none, forward fails, or the time is up.
 
         Batches of one sample may be none that the model takes.
         """
-        model, stage = self.model, self.stage
-        if stage.count > 1:
-            stage.forward_until_loss(model, inputs_of(model, batch))
-        if not stage.is_last or time.monotonic() > self.until:
+        model = self.model
+        if time.monotonic() > self.until:
             return None
+        ask(self.stage, model, batch)
         attributes = {module: dict(vars(module)) for module in module_tree.modules(model)}
         try:
             with LossCalls() as calls:
@@ -199,27 +207,23 @@ class _Trial:
             value = value if pair is not None else value * weight
         return Result(value, weight, tuple(calls.found))
 
-    def rule_of(self, whole: Result | None, samples: Batch, known: TargetRule) -> TargetRule:
+    def rule_of(self, whole: Result, samples: Batch, known: TargetRule) -> TargetRule:
         """Which labels count, as the calls of cross-entropy and changed labels tell."""
-        stage, calls = self.stage, whole.calls if whole is not None else ()
-        if stage.count > 1:
-            calls = ()  # of one sample
+        calls = whole.calls
         rule = replace(known, entry=entry_of(calls, samples, known))
         labels = samples.get(rule.entry)
         if labels is None or labels.is_floating_point():
             return rule if labels is None else replace(rule, ignored=None)
-        ignored = {call.ignored for call in (whole.calls if whole is not None else ())}
+        ignored = {call.ignored for call in calls}
         if len(ignored) == 1:
             rule = replace(rule, ignored=ignored.pop())
-        if rule.ignored is not None:
-            rule = replace(rule, ignored=stage.from_last(rule.ignored))
         if labels.ndim == 2 and labels.shape[1] >= MIN_LABELS:
             shifted = next((s for c in calls if (s := shift_in(c, labels)) is not None), None)
             if shifted is None:
                 shifted = self._shifts(samples, rule, told=bool(ignored))
-            rule = replace(rule, shifted=bool(stage.from_last(int(shifted))))
+            rule = replace(rule, shifted=shifted)
         counts = {int((call.target != call.ignored).sum()) for call in calls}
-        if len(counts) == 1 and whole is not None and whole.weight is None:
+        if len(counts) == 1 and whole.weight is None:
             counted = (c for c in _candidates(labels, rule) if c.count(samples) in counts)
             return next(counted, rule)
         return rule
@@ -233,7 +237,7 @@ class _Trial:
         targets = one[rule.entry][one[rule.entry] != ignored]
         is_known = ignored is not None and bool(labels.eq(ignored).any())
         safe = told or is_known or labels.device.type == "cpu"
-        if ignored is None or not len(targets) or not (safe or self.stage.count > 1):
+        if ignored is None or not len(targets) or not safe:
             return self._first_changes_nothing(one, rule.entry, labels)
 
         def loss(*chosen: int) -> Tensor | None:
@@ -244,15 +248,13 @@ class _Trial:
 
         places: tuple[tuple[int, ...], ...] = ((-1,), (0, -1), (0,), ())
         losses: Iterator[Tensor | None] = (loss(*chosen) for chosen in places)
-        if self.stage.count > 1:
-            return _first_is_left_out(iter([*losses]))
         return _first_is_left_out(losses) or self._first_changes_nothing(one, rule.entry, labels)
 
     def _first_changes_nothing(self, one: Batch, entry: str, labels: Tensor) -> bool:
         """Whether the loss of a sample stays the same with other first labels, and not with
         other second ones."""
         known = labels.unique()
-        if self.stage.count > 1 or len(known) < 2:
+        if len(known) < 2:
             return False
 
         before = self.loss(one)

@@ -27,6 +27,8 @@ from colotrain.data.read.precomputed import WithPrecomputed, wanted
 from colotrain.engine.comms import exchange
 from colotrain.engine.gradients.accumulation import to_device
 from colotrain.engine.model.unchanged import unchanged
+from colotrain.engine.pipeline.forward_only import through_stages
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
@@ -73,17 +75,19 @@ def with_precomputed(samples: Samples, plan: RunPlan, split: Split, rundir: RunD
 
 
 @contextmanager
-def asked(run: Run) -> Iterator[nn.Module]:
-    """The model that says something of each sample. All ranks must call.
+def asked(run: Run) -> Iterator[tuple[nn.Module, Stage]]:
+    """The model that says something of each sample, and what this rank has of it.
+
+    All ranks must call.
 
     A teacher is whole on every rank meanwhile; the run's own model must have its first weights.
     """
     teacher = teacher_of(run.plan.model, run.plan.train.precision)
     if teacher is not None:
-        yield build_whole(teacher, seed=0).to(run.device).eval()
+        yield build_whole(teacher, seed=0).to(run.device).eval(), Stage()
         return
     with unchanged(run.sharded.module, run.device):
-        yield run.sharded.module
+        yield run.sharded.module, run.sharded.stage
     reshard(run.sharded)
 
 
@@ -113,10 +117,10 @@ def precompute(run: Run) -> None:
                 what = kept.what.format(num=len(ids), split=split)
                 run.events.write(Note(text=f"{what} are computed once"))
     if unknown:
-        with torch.no_grad(), asked(run) as model:
+        with torch.no_grad(), asked(run) as (model, stage):
             for samples, ids in unknown:
                 if run.stop.reason is None:  # the same on every rank
-                    compute(run, model, samples, ids, kept)
+                    compute(run, model, stage, samples, ids, kept)
     dist.barrier()
     for loader in (run.train_data, run.validation_data):
         if isinstance(loader, AheadLoader):
@@ -124,13 +128,19 @@ def precompute(run: Run) -> None:
 
 
 def compute(
-    run: Run, model: nn.Module, samples: WithPrecomputed, ids: list[int], kept: Kept
+    run: Run,
+    model: nn.Module,
+    stage: Stage,
+    samples: WithPrecomputed,
+    ids: list[int],
+    kept: Kept,
 ) -> None:
     """Write the rows of this reader's part of `ids`. All ranks must call, with as many forwards.
 
     Where a rank is asked to stop, `run.stop.reason` says so on all, and the rest are left out.
     """
     size, ranks = run.plan.batch.micro_batch, run.plan.ranks
+    writes = run.sharded.stage.is_last and ranks.is_first(run.rank, Axis.CP, Axis.TP)
     done: list[int] = []
     found: list[Tensor] = []
     for start in range(0, len(ids), size * ranks.readers):
@@ -142,9 +152,9 @@ def compute(
         padded = (own + ids[-1:] * size)[:size]
         batch = to_device(stack([(i, samples.samples[i]) for i in padded]), run.device)
         run.sharded.calls.clear()
-        rows = kept.rows(model, batch).cpu()
-        if ranks.is_first(run.rank, Axis.PP, Axis.CP, Axis.TP):
-            done, found = [*done, *own], [*found, *rows[: len(own)]]
+        rows = through_stages(stage, model, kept.rows, batch)
+        if rows is not None and writes:
+            done, found = [*done, *own], [*found, *rows[: len(own)].cpu()]
         if found and len(found) * found[0].nbytes >= PART_BYTES:
             samples.write(done, found)
             done, found = [], []

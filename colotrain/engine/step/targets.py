@@ -19,7 +19,7 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.models.facts import facts_of
-from colotrain.models.objective import inputs_of
+from colotrain.models.objective import inputs_of, is_of_whole
 from colotrain.models.outputs import TargetRule
 from colotrain.spec.phases import Phase
 from colotrain.spec.plan import RunPlan
@@ -83,7 +83,8 @@ def find_targets(run: Run) -> None:
     All ranks must call.
     """
     plan, model = run.plan, run.sharded.module
-    if plan.mesh.cp > 1 and not loss_trial.sums_tokens(model):  # it returns (loss_sum, count)
+    is_of_part = plan.mesh.cp > 1 and not is_of_whole(model)
+    if is_of_part and not loss_trial.sums_tokens(model):  # it returns (loss_sum, count)
         return
     run.at(Phase.TRIAL_FORWARD)
     samples = {name: tensor.to(run.device) for name, tensor in run.targets.samples.items()}

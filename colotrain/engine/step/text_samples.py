@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.tokens import decode, prepare_all
 from colotrain.engine.model.unchanged import unchanged, uncompiled
+from colotrain.engine.pipeline.forward_only import through_stages
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.engine.state.run_state import Run
 from colotrain.events.kinds import Note
+from colotrain.models.objectives.base import Forward
 from colotrain.spec.phases import Phase
 
 SHOWN = 200
@@ -62,22 +65,33 @@ def _encoder(run: Run, source: Prepared) -> vocabulary.Encoder:
 
 
 def _continued(run: Run, ids: list[int], encoder: vocabulary.Encoder, most: int) -> list[int]:
-    """At most `most` tokens after `ids`; the separator of documents ends them and is left out."""
-    model, found = run.sharded.module, list[int]()
+    """At most `most` tokens after `ids`; the separator of documents ends them and is left out.
+
+    Where ranks divide tokens, others follow to a number that they can divide: no token sees those
+    behind it.
+    """
+    model, stage, found = run.sharded.module, run.sharded.stage, list[int]()
+    source, unit = run.plan.ranks.of_stage(stage.count - 1)[0], run.plan.mesh.token_unit
     while len(found) < most:
         run.at(Phase.TEXT_SAMPLES)
         run.sharded.calls.clear()
         context = [*ids, *found][-run.plan.data.seq_len :]
-        logits = _logits(model(input_ids=torch.tensor([context], device=run.device)))
-        token = logits[0, -1, : encoder.vocab_size].argmax()
-        dist.broadcast(token, src=0)  # rounding must not part the ranks
+        last = len(context) - 1
+        context += context[-1:] * (-len(context) % unit)
+        inputs = {"input_ids": torch.tensor([context], device=run.device)}
+        logits = through_stages(stage, model, _logits, inputs)
+        token = torch.zeros((), dtype=torch.int64, device=run.device)
+        if logits is not None:
+            token = logits[0, last, : encoder.vocab_size].argmax()
+        dist.broadcast(token, src=source)  # rounding must not part the ranks
         if token.item() == encoder.separator:
             break
         found.append(int(token.item()))
     return found
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(forward: Forward, inputs: Mapping[str, Tensor]) -> Tensor:
+    output = forward(**inputs)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 

@@ -23,7 +23,7 @@ from colotrain.engine.step.participants import ORDER
 from colotrain.engine.step.rollback import freeze_as_of, skip_
 from colotrain.engine.step.targets import find_targets
 from colotrain.events.kinds import Note, WorkerFinished, WorkerStopped
-from colotrain.spec.axes import TP
+from colotrain.models.objective import is_of_whole
 from colotrain.spec.phases import Phase
 
 
@@ -93,8 +93,9 @@ def agree(
     terms = torch.tensor([t for ask in asks.values() for t in ask.terms()], dtype=torch.float64)
     squares, used = gradients.local_statistics(run.gradients, run.device)
     known_here = gradients.to_device(torch.cat((terms, used)), run.device)
-    is_first = run.plan.ranks.is_first(run.rank, TP)  # the others of its group have the same loss
-    own = batches.totals.sums().to(run.device) * is_first
+    counts = run.counts(whole=is_of_whole(run.sharded.module))
+    own = batches.totals.sums().to(run.device)
+    own = own if counts else torch.zeros_like(own)  # not times 0: a sum may be infinite
     sizes = len(own), len(terms), 2 * len(used)
     shared = torch.cat((own, known_here[: sizes[1]], squares, known_here[sizes[1] :]))
     with waiting():

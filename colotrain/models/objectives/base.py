@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.models.context_parallel import whole_output
 from colotrain.spec.phases import Phase
+
+Forward = Callable[..., Any]
+"""A model, or what runs it through pipeline stages; its output is that of whole samples."""
+
+
+def of_whole_samples(model: nn.Module) -> Forward:
+    """Return the forward of a model, of whose output ranks that divide samples gather the parts."""
+    return lambda **inputs: whole_output(model, model(**inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +35,8 @@ class Kept:
     """Its shape for a sample with labels of this one."""
     unknown: Tensor
     """What fills it where it is not known: then the loss is NaN. Its dtype is the entry's."""
-    rows: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-    """What a model says of a batch [samples, ...]."""
+    rows: Callable[[Forward, Mapping[str, Tensor]], Tensor]
+    """What a model says of a batch [samples, ...], by one forward."""
     settings: dict[str, Any]
     """The objective's settings that change it."""
     phase: Phase
@@ -57,15 +66,15 @@ class GlobalRows:
     micro-batches on all ranks, so that a step is the same however its batch is divided.
     """
 
-    rows: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-    """What a model says of the samples of a micro-batch: [samples, ...]."""
+    rows: Callable[[Forward, Mapping[str, Tensor]], Tensor]
+    """What a model says of the samples of a micro-batch, by one forward: [samples, ...]."""
     entries: Callable[[Tensor], dict[str, Tensor]]
     """Entries of every micro-batch, from the rows of all samples in their order."""
 
     def alone(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A batch that is a whole global batch by itself, with its entries."""
         with torch.no_grad():
-            found = self.rows(model, batch)
+            found = self.rows(of_whole_samples(model), batch)
         return {**batch, **self.entries(found), POSITIONS: _numbers_of(found)}
 
 
@@ -80,13 +89,17 @@ class Objective:
     setting: str
     loss: Callable[[Mapping[str, Tensor], Any], Any]
     inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
-    context: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]] = lambda batch: (
-        nullcontext()
+    context: Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]] = (
+        lambda model, batch: nullcontext()
     )
     """Context of forward, of a batch."""
     kept: Kept | None = None
     """What the loss needs that another model, or the model before, says of a sample."""
     global_rows: GlobalRows | None = None
     """What the loss of a sample needs to know of the other samples of a step."""
+    of_whole: bool = True
+    """Whether the loss is of the outputs of whole samples. Where ranks divide samples, they gather
+    their outputs, and all of them compute the same loss; otherwise each has the loss of its part.
+    """
     is_users: bool = False
     """Whether the user's own function computes the loss."""

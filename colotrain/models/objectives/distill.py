@@ -23,8 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.models.loss import Logits, computing, exact_dtype, in_chunks, rows_at_once, shape_
-from colotrain.models.objectives.base import Kept, Objective
+from colotrain.models.context_parallel import own_tokens
+from colotrain.models.loss import (
+    Logits,
+    Vocabulary,
+    computing,
+    exact_dtype,
+    in_chunks,
+    rows_at_once,
+    shape_,
+)
+from colotrain.models.objectives.base import Forward, Kept, Objective
 from colotrain.records import to_plain
 from colotrain.spec.objectives import IGNORE_INDEX, DistillPlan
 from colotrain.spec.phases import Phase
@@ -50,11 +59,16 @@ def objective(plan: DistillPlan) -> Objective:
     )
     context = functools.partial(learning_from_teacher, plan=plan)
     return Objective(
-        "train.objective=distill", lambda batch, output: output, inputs_of, context, kept
+        "train.objective=distill",
+        lambda batch, output: output,
+        inputs_of,
+        context,
+        kept,
+        of_whole=False,
     )
 
 
-def rows_of_teacher(model: nn.Module, batch: Mapping[str, Tensor], *, plan: DistillPlan) -> Tensor:
+def rows_of_teacher(model: Forward, batch: Mapping[str, Tensor], *, plan: DistillPlan) -> Tensor:
     """Rows [samples, seq, 2k + 1] of the teacher, whose probabilities are kept."""
     with as_teacher(plan):
         found: Tensor = model(**batch)[0]
@@ -67,16 +81,22 @@ def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def learning_from_teacher(
-    batch: Mapping[str, Tensor], *, plan: DistillPlan
+    model: nn.Module, batch: Mapping[str, Tensor], *, plan: DistillPlan
 ) -> AbstractContextManager[None]:
     """Context in which a causal model's loss is that of distillation."""
-    teacher = batch[TEACHER].flatten(0, -2)
 
     def loss(
-        x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shape: Logits,
+        part: Vocabulary | None,
     ) -> Tensor:
+        teacher = own_tokens(model, batch[TEACHER]).flatten(0, -2)
         rows = torch.cat([labels.int().unsqueeze(1), teacher], 1)
-        return in_chunks(x, weight, bias, rows, functools.partial(_chunk, shape=shape, plan=plan))
+        chunk = functools.partial(_chunk, shape=shape, plan=plan, part=part or _WHOLE)
+        return in_chunks(x, weight, bias, rows, chunk)
 
     return computing(loss)
 
@@ -85,8 +105,14 @@ def as_teacher(plan: DistillPlan) -> AbstractContextManager[None]:
     """Context in which a causal model returns its rows [tokens, 2k + 1] instead of a loss."""
 
     def rows_of(
-        x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shape: Logits,
+        part: Vocabulary | None,
     ) -> Tensor:
+        assert part is None, "a teacher is whole on every rank"
         found = torch.empty(len(x), plan.row_size, dtype=torch.int32, device=x.device)
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
@@ -103,8 +129,27 @@ def as_teacher(plan: DistillPlan) -> AbstractContextManager[None]:
     return computing(rows_of)
 
 
+class _WholeVocabulary:
+    """`loss.Vocabulary` where no ranks divide it."""
+
+    def at(self, values: Tensor, tokens: Tensor) -> Tensor:
+        return values.gather(1, tokens)
+
+    def put_(self, values: Tensor, tokens: Tensor, given: Tensor) -> Tensor:
+        return values.scatter_(1, tokens, given)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.sum(1)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(1)
+
+
+_WHOLE = _WholeVocabulary()
+
+
 def _chunk(
-    products: Tensor, rows: Tensor, *, shape: Logits, plan: DistillPlan
+    products: Tensor, rows: Tensor, *, shape: Logits, plan: DistillPlan, part: Vocabulary
 ) -> tuple[Tensor, Tensor]:
     """Losses of some rows, and their gradients with respect to the products, which are lost."""
     k, heat, alpha = plan.top_k, plan.temperature, plan.alpha
@@ -113,22 +158,22 @@ def _chunk(
     logits, damping = shape_(products.to(exact_dtype(products)), shape)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)
-    hard = logits.log_softmax(1)
-    losses = -(1.0 - alpha) * hard.gather(1, index).squeeze(1)
+    hard = part.log_softmax(logits)
+    losses = -(1.0 - alpha) * part.at(hard, index).squeeze(1)
     slope = hard.exp_()
-    slope.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=slope.dtype))
+    part.put_(slope, index, part.at(slope, index) - 1.0)
     slope *= 1.0 - alpha
-    soft = logits.div_(heat).log_softmax(1)
-    known = soft.gather(1, ids)
+    soft = part.log_softmax(logits.div_(heat))
+    known = part.at(soft, ids)
     soft.exp_()
-    top = soft.gather(1, ids)
-    soft.scatter_(1, ids, 0.0)
+    top = part.at(soft, ids)
+    part.put_(soft, ids, torch.zeros_like(top))
     p, rest = logs[:, :k].exp(), logs[:, k].exp()
-    left = soft.sum(1).clamp(min=torch.finfo(soft.dtype).tiny)
+    left = part.sum(soft).clamp(min=torch.finfo(soft.dtype).tiny)
     of_rest = torch.where(rest == 0, 0.0, rest * (logs[:, k] - left.log()))
     losses += alpha * heat**2 * ((p * (logs[:, :k] - known)).sum(1) + of_rest)
     soft *= (1.0 - rest / left).unsqueeze(1)
-    slope.add_(soft.scatter_(1, ids, top - p), alpha=alpha * heat)
+    slope.add_(part.put_(soft, ids, top - p), alpha=alpha * heat)
     losses = losses.where(valid, 0.0)
     slope *= valid.unsqueeze(1)
     if damping is not None:

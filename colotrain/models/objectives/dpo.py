@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colotrain.models.loss import by_token
-from colotrain.models.objectives.base import Kept, Objective
+from colotrain.models.objectives.base import Forward, Kept, Objective
 from colotrain.models.objectives.pairs import (
     has_answers,
     inputs_of,
@@ -47,10 +47,10 @@ def kept_reference() -> Kept:
 
 def objective(settings: DPO) -> Objective:
     loss, kept = functools.partial(loss_of, beta=settings.beta), kept_reference()
-    return Objective("train.objective=dpo", loss, inputs_of, lambda batch: by_token(), kept)
+    return Objective("train.objective=dpo", loss, inputs_of, lambda model, batch: by_token(), kept)
 
 
-def reference_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def reference_of(model: Forward, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities [pairs, 2] under `model`."""
     with by_token():
         return log_probs_of(batch, model(**inputs_of(batch)))

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from colotrain.models.loss import exact_dtype
-from colotrain.models.objectives.base import POSITIONS, GlobalRows, Objective
+from colotrain.models.objectives.base import POSITIONS, Forward, GlobalRows, Objective
 from colotrain.spec.objectives import EmbedPlan, Pooling
 
 QUERIES, CANDIDATES, TOTALS = "queries", "candidates", "totals"
@@ -36,7 +36,7 @@ def objective(plan: EmbedPlan) -> Objective:
     vectors = functools.partial(vectors_of, pooling=plan.pooling)
     entries = functools.partial(entries_of, scale=plan.scale)
 
-    def rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def rows(model: Forward, batch: Mapping[str, Tensor]) -> Tensor:
         return vectors(batch, model(**inputs_of(batch)))
 
     def loss(batch: Mapping[str, Tensor], output: Any) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colotrain.models.loss import by_token
-from colotrain.models.objectives.base import GlobalRows, Objective
+from colotrain.models.objectives.base import Forward, GlobalRows, Objective
 from colotrain.models.objectives.dpo import REFERENCE, kept_reference
 from colotrain.models.outputs import pair_in
 from colotrain.spec.objectives import GOOD, IGNORE_INDEX, KTO
@@ -37,7 +37,7 @@ def objective(settings: KTO) -> Objective:
         "train.objective=kto",
         functools.partial(loss_of, settings=settings),
         functools.partial(inputs_of, row=OWN),
-        lambda batch: by_token(),
+        lambda model, batch: by_token(),
         kept,
         global_rows=GlobalRows(rows=rows_of, entries=entries_of),
     )
@@ -62,7 +62,7 @@ def log_ratios_of(batch: Mapping[str, Tensor], output: Any, *, row: int) -> tupl
     return log_probs - reference, (labels != IGNORE_INDEX).any(-1)
 
 
-def rows_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def rows_of(model: Forward, batch: Mapping[str, Tensor]) -> Tensor:
     """r of the other records' answers, and whether each counts: float64 [samples, 2]."""
     with by_token():
         output = model(**inputs_of(batch, row=OTHER))

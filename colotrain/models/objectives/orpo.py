@@ -37,7 +37,7 @@ def objective(settings: ORPO) -> Objective:
         "train.objective=orpo",
         functools.partial(loss_of, settings=settings),
         lambda batch: inputs_of({**batch, "labels": labelled(batch)}),
-        lambda batch: by_token(),
+        lambda model, batch: by_token(),
     )
 
 

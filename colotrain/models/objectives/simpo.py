@@ -27,7 +27,7 @@ from colotrain.spec.objectives import SimPO
 
 def objective(settings: SimPO) -> Objective:
     loss = functools.partial(loss_of, settings=settings)
-    return Objective("train.objective=simpo", loss, inputs_of, lambda batch: by_token())
+    return Objective("train.objective=simpo", loss, inputs_of, lambda model, batch: by_token())
 
 
 def loss_of(batch: Mapping[str, Tensor], output: Any, *, settings: SimPO) -> dict[str, Any]:

@@ -152,7 +152,10 @@ class Timed:
         )
         transform_(building)
         self.sharded = building.sharded
-        self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
+        sharded = self.sharded
+        self.optimizer = ShardOptimizer(
+            plan.optim, max_steps=1_000_000, parts=sharded.parts, comms=sharded.comms
+        )
         self.optimizer.add(dict(module_tree.named_parameters(model)))
         self.state = gradients.watch(self.sharded)
         self.computing_s = self.ending_s = float("inf")

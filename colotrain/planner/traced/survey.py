@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -33,9 +34,12 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, message_of
 from colotrain.generators import seeded
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.documents import DOCUMENT_IDS
+from colotrain.models.expert_parallel import ExpertShard, expert_divisions, share_tokens_
 from colotrain.models.facts import facts_of
 from colotrain.models.huggingface import (
     is_from_directory,
+    let_divide_matrices_,
+    let_divide_samples_,
     let_predict_next_,
     predicts_next,
     task_in,
@@ -45,7 +49,6 @@ from colotrain.models.huggingface_images import modules_of_images
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_match import missing_in, remarks_on_files
 from colotrain.models.huggingface_task import MASKED
-from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.llm import LLM
 from colotrain.models.loading import (
     begin_training_,
@@ -59,14 +62,14 @@ from colotrain.models.quantized.layers import num_weights
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
-from colotrain.spec.axes import CP, TP, MeshPlan
+from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import GOOD, MARGIN, PADDING_MASK
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
     TRANSFORMERS,
-    AxisCheck,
+    AxisChecks,
     Exchange,
     LossStudy,
     ParameterInfo,
@@ -126,25 +129,34 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         divides_sequences=hasattr(module, ATTRIBUTE),
         whole_sequences=facts_of(module).whole_sequences,
         divisions=own_divisions(module, model),
+        experts=expert_divisions(module, model),
     )
 
 
-def why_differs(model: ModelPlan, axis: str, by_tokens: bool) -> AxisCheck:
-    """Compare a small copy of a model of transformers, divided over an axis, with the whole one.
+def check_axes(model: ModelPlan) -> AxisChecks:
+    """Compare small copies of a model of transformers, divided over axes, with the whole one.
 
     Other models, and matrices that `mesh.tp_plan` divides, are the user's to compare (`verify`).
     """
     module = build_on_meta(model)
-    if module is None or not is_from_directory(module) or (axis == TP and model.tp_plan):
-        return AxisCheck()
-    if axis == CP:
-        return AxisCheck(differs=why_sequences_differ(module, let_predict_next_))
-    if predicts_next(module):
-        return AxisCheck(
-            differs=why_matrices_differ(module, let_predict_next_, by_tokens=by_tokens)
-        )
-    differs = why_matrices_differ(module, allow_parts_, by_tokens=by_tokens, predicts_next=False)
-    return AxisCheck(differs=differs)
+    if module is None or not is_from_directory(module):
+        return AxisChecks()
+    predicts = predicts_next(module)
+    equip = let_predict_next_ if predicts else _let_divide_
+    matrices = tokens = sequences = ""
+    how = own_divisions(module, model)
+    if how is not None and not model.tp_plan:
+        differ = functools.partial(why_matrices_differ, module, equip, predicts_next=predicts)
+        matrices = differ()
+        tokens = differ(by_tokens=True) if how.divides_tokens and not matrices else matrices
+    if hasattr(module, ATTRIBUTE):
+        sequences = why_sequences_differ(module, equip, predicts_next=predicts)
+    return AxisChecks(matrices=matrices, tokens=tokens, sequences=sequences)
+
+
+def _let_divide_(model: nn.Module) -> None:
+    let_divide_matrices_(model)
+    let_divide_samples_(model)
 
 
 def uses_transformers(module: nn.Module, model: ModelPlan) -> bool:
@@ -331,6 +343,11 @@ def trace_micro_batch(
         divisions = own_divisions(module, model) or Divisions()
         divide_parameters_(module, divisions, tensors)
         apply_styles_(module, divisions, tensors)
+    experts = ExpertShard(rank=0, size=mesh.ep)
+    if mesh.ep > 1:
+        divisions = expert_divisions(module, model)
+        divide_parameters_(module, divisions, TensorShard(rank=0, size=mesh.ep))
+        share_tokens_(module, divisions, experts)
     try:
         sample = one_sample(data, model)
         found = trace(
@@ -341,7 +358,7 @@ def trace_micro_batch(
             device=device,
             micro_batch=micro_batch,
         )
-        shards: tuple[SequenceShard | TensorShard, ...] = (sequences, tensors)
+        shards = (sequences, tensors, experts)
         exchanges = tuple(
             Exchange(ranks=shard.size, calls=shard.calls, whole_bytes=shard.exchanged_bytes)
             for shard in shards

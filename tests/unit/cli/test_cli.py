@@ -322,6 +322,7 @@ def test_plan_prints_one_document(colotrain: Run, arguments: list[str]) -> None:
         "accumulation_steps": 8,
         "data_parallel": 2,
         "context_parallel": 1,
+        "expert_parallel": 1,
         "tensor_parallel": 1,
         "owner": "colotrain",
         "tokens_per_step": 64 * 128,

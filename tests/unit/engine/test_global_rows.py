@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import BatchLoader, SampleOrder
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.step import global_rows
 from colotrain.models.facts import facts_of
 from colotrain.models.objectives.base import POSITIONS, GlobalRows, Objective
-from colotrain.spec.axes import MeshPlan, Ranks
+from colotrain.spec.axes import STAGE, MeshPlan, Ranks
 from colotrain.spec.plan import BatchPlan
 
 
@@ -40,7 +41,7 @@ class Numbers:
 def run_of(rank: int, *, world: int, micro_batch: int, steps: int, end: int | None) -> Any:
     model = Model()
     rows = GlobalRows(
-        rows=lambda model, batch: model(batch["input_ids"])[:, 0],
+        rows=lambda model, batch: model(input_ids=batch["input_ids"])[:, 0],
         entries=lambda rows: {"rows": rows},
     )
     facts_of(model).objective = Objective("mine", lambda *_: None, dict, global_rows=rows)
@@ -54,7 +55,8 @@ def run_of(rank: int, *, world: int, micro_batch: int, steps: int, end: int | No
         ranks=Ranks.of(MeshPlan(), world=world, shard=None),
         train=SimpleNamespace(compile=False),
     )
-    sharded = SimpleNamespace(module=model, calls=[], groups=[])
+    comms = {STAGE: None}
+    sharded = SimpleNamespace(module=model, calls=[], groups=[], stage=Stage(), comms=comms)
     device = torch.device("cpu")
     run = SimpleNamespace(plan=plan, sharded=sharded, device=device, beat=lambda: None)
     return run, loader
@@ -72,12 +74,11 @@ def passed(
         for rank in range(world)
     ]
     own: list[Tensor] = []
-    monkeypatch.setattr(dist, "get_world_size", lambda: world)
 
-    def collect(gathered: list[Tensor], rows: Tensor) -> None:
+    def collect(gathered: list[Tensor], rows: Tensor, group: Any) -> None:
         own.append(rows)
 
-    def gather(gathered: list[Tensor], rows: Tensor) -> None:
+    def gather(gathered: list[Tensor], rows: Tensor, group: Any) -> None:
         for into, one in zip(gathered, own, strict=True):
             into.copy_(one)
 

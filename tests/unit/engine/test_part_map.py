@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colotrain.engine.parts.part_map import Part, PartMap, rows_of
-from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, PP, TP, Ranks
+from colotrain.spec.axes import DP_REPLICATE, DP_SHARD, EP, PP, TP, Ranks
 from colotrain.spec.divisions import Split
 
 SIZES = [
@@ -18,6 +18,7 @@ SIZES = [
     {DP_REPLICATE: 2, DP_SHARD: 2},
     {DP_SHARD: 2, TP: 2},
     {DP_REPLICATE: 3, DP_SHARD: 2, TP: 2},
+    {DP_SHARD: 3, EP: 2},
     {PP: 2, DP_SHARD: 2},
     {PP: 2, DP_REPLICATE: 2, DP_SHARD: 2, TP: 2},
 ]
@@ -33,11 +34,12 @@ TALL, WIDE = "tall", "wide"
 
 
 def ranks_of(sizes: dict) -> Iterator[tuple[int, PartMap]]:  # type: ignore[type-arg]
-    """Every rank's map: where there is TP, rows of `tall` and columns of `wide` are divided."""
+    """Every rank's map: with TP (or EP), rows of `tall` and columns of `wide` are divided."""
     ranks = Ranks(sizes)
     stages = range(ranks.size(PP))
     for rank in range(ranks.world):
-        index, size = ranks.coords(rank)[TP], ranks.size(TP)
+        axis = EP if ranks.size(EP) > 1 else TP
+        index, size = ranks.coords(rank)[axis], ranks.size(axis)
         splits = {
             TALL: Split(dim=0, start=index * (10 // size), size=10 // size, whole=10),
             WIDE: Split(dim=1, start=index * (6 // size), size=6 // size, whole=6),
@@ -49,6 +51,7 @@ def ranks_of(sizes: dict) -> Iterator[tuple[int, PartMap]]:  # type: ignore[type
             PartMap(
                 ranks=ranks,
                 rank=rank,
+                axis=axis,
                 splits=splits if size > 1 else {},
                 holders=holders if len(stages) > 1 else {},
             ),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.data.read.precomputed import WithPrecomputed
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.state.run_state import Stop
 from colotrain.engine.step import precompute
 from colotrain.models.llm import LLM
@@ -73,7 +74,7 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows(
     own = [{"input_ids": i, "labels": t} for i, t in zip(ids, labels, strict=True)]
     run: Any = SimpleNamespace(
         plan=plan,
-        sharded=SimpleNamespace(module=model, calls={}),
+        sharded=SimpleNamespace(module=model, calls={}, stage=Stage()),
         **{"device": torch.device("cpu"), "rank": 0, "at": lambda phase: None},
         stop=Stop(lambda: reasons.pop(0) if reasons else None),
     )
@@ -86,11 +87,11 @@ def test_a_run_that_is_asked_to_stop_keeps_what_it_knows(
     samples, whole = (opened(plan, own, tmp_path / folder) for folder in ("a", "b"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with torch.no_grad(), precompute.asked(run) as model:
-            precompute.compute(run, model, samples, [*range(10)], kept)
+        with torch.no_grad(), precompute.asked(run) as (model, stage):
+            precompute.compute(run, model, stage, samples, [*range(10)], kept)
             assert run.stop.reason == "SIGTERM"
             run.stop.reason = None
-            precompute.compute(run, model, whole, [*range(10)], kept)
+            precompute.compute(run, model, stage, whole, [*range(10)], kept)
     finally:
         dist.destroy_process_group()
     assert run.stop.reason is None
@@ -122,7 +123,7 @@ def test_ranks_share_the_samples_and_none_is_written_twice(
     for rank in range(world):
         run: Any = SimpleNamespace(
             plan=plan,
-            sharded=SimpleNamespace(calls={}),
+            sharded=SimpleNamespace(calls={}, stage=Stage()),
             **{"device": torch.device("cpu"), "rank": rank, "at": lambda phase: None},
             stop=Stop(lambda: None),
         )
@@ -132,7 +133,7 @@ def test_ranks_share_the_samples_and_none_is_written_twice(
         kept = kept_of(plan.model)
         assert kept is not None
         kept = replace(kept, rows=rows)
-        precompute.compute(run, nn.Identity(), samples, [*range(11)], kept)
+        precompute.compute(run, nn.Identity(), Stage(), samples, [*range(11)], kept)
     assert calls == 2 * world * [3]  # as many on all ranks
     assert sorted(i for i, _ in written) == [*range(11)]
     assert all(row.item() == i for i, row in written)

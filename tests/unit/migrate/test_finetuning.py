@@ -237,6 +237,15 @@ FACTORYS: tuple[tuple[Config, Config], ...] = (
             {"tensor_parallel_size": 2, "context_parallel_size": 4},
             {"mesh.tp": 2, "mesh.cp": 4},
         ),
+        (
+            "axolotl",
+            {
+                "plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"],
+                "expert_parallel_size": 2,
+                "expert_parallel_backend": "torch",
+            },
+            {"mesh.ep": 2},
+        ),
         ("axolotl", {"wandb_project": "p"}, {"observe.trackers": ["wandb"]}),
         (
             "axolotl",
@@ -336,6 +345,7 @@ FACTORYS: tuple[tuple[Config, Config], ...] = (
         ),
         ("llamafactory", {"use_muon": True}, {"optim.name": "muon"}),
         ("llamafactory", {"deepspeed": "ds_z3_config.json"}, {"plugin.name": "zero3"}),
+        ("llamafactory", {"expert_model_parallel_size": 2}, {"mesh.ep": 2}),
         (
             "llamafactory",
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -480,6 +490,7 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "lr_quadratic_warmup": True,
                 "resume_from_checkpoint": "outputs/checkpoint-10",
                 "plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"],
+                "expert_parallel_token_capacity": 1024,
             }.items()
         ),
         ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype"),
@@ -496,7 +507,6 @@ def test_a_key_means_what_it_means_there(kind: str, more: Config, expected: Conf
                 "label_smoothing_factor": 0.1,
                 "pref_ftx": 0.1,
                 "freeze_vision_tower": True,
-                "expert_model_parallel_size": 2,
                 "do_predict": True,
                 "export_dir": "merged",
                 "use_kt": True,

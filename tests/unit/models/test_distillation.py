@@ -73,7 +73,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
     with as_teacher(plan):
         rows = cross_entropy(teacher_x, teacher_weight, labels)
     assert rows.dtype == torch.int32
-    with learning_from_teacher({TEACHER: rows.unsqueeze(0)}, plan=plan):
+    with learning_from_teacher(torch.nn.Module(), {TEACHER: rows.unsqueeze(0)}, plan=plan):
         found = cross_entropy(x, weight, labels, bias=bias, logits=shape)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)  # log p is kept in float32
     for mine, theirs in zip(torch.autograd.grad(found, (x, weight, bias)), gradients, strict=True):
@@ -89,7 +89,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
     plan = plan_of(alpha=1.0)
     with torch.no_grad(), as_teacher(plan):
         rows = model(input_ids=ids, labels=ids)[0].unflatten(0, ids.shape)
-    with learning_from_teacher({TEACHER: rows}, plan=plan):
+    with learning_from_teacher(torch.nn.Module(), {TEACHER: rows}, plan=plan):
         loss, count = model(input_ids=ids, labels=ids)
     loss.backward()
     assert count == ids.numel()

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from colotrain.models import huggingface_attention, huggingface_tensors, tensor_parallel_styles
+from colotrain.models.context_parallel import SequenceShard
 from colotrain.models.facts import facts_of
-from colotrain.models.huggingface import let_predict_next_
+from colotrain.models.huggingface import let_divide_samples_, let_predict_next_
 from colotrain.models.huggingface_check import why_matrices_differ, why_sequences_differ
 from colotrain.models.huggingface_internals import let_experts_compute_anywhere_
 from colotrain.models.tensor_parallel import DIVISIONS
@@ -144,6 +145,64 @@ def test_a_window_that_attention_does_not_get_is_found(monkeypatch: pytest.Monke
         huggingface_attention, "attend", lambda *inputs, window, **more: attend(*inputs, **more)
     )
     assert "layers.0.self_attn.o_proj differs" in sequences(model_of("mistral", **SIZES))
+
+
+def test_attention_to_the_own_keys_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def to_own(query: Any, key: Any, value: Any, shard: Any, **_: Any) -> torch.Tensor:
+        shard.calls += 1
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+    monkeypatch.setattr(huggingface_attention, "attend", to_own)
+    assert "layers.0.self_attn.o_proj differs" in sequences(model_of("llama", **SIZES))
+
+
+def test_one_head_too_few_is_found() -> None:
+    def equip(model: Any) -> None:
+        let_predict_next_(model)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.register_forward_hook(
+                lambda _, inputs, out: torch.cat((out[..., :-16], 0 * out[..., -16:]), dim=-1)
+            )
+
+    model = model_of("llama", **SIZES)
+    let_predict_next_(model)
+    assert "layers.0.self_attn.o_proj differs" in why_matrices_differ(model, equip)
+    assert "layers.0.self_attn.q_proj differs" in why_sequences_differ(model, equip)
+
+
+def of_encoder(architecture: str, kind: str, **settings: Any) -> str:
+    """Why the samples of a model that is no causal one may not be divided."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=2, **settings)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture).from_config(config)
+    let_divide_samples_(model)
+    why = facts_of(model).whole_sequences
+    return why or why_sequences_differ(model, let_divide_samples_, predicts_next=False)
+
+
+def test_encoders_and_classifiers_are_compared_with_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not of_encoder("AutoModelForSequenceClassification", "llama", hidden_size=64)
+    assert not of_encoder("AutoModelForTokenClassification", "camembert")
+    assert not of_encoder("AutoModel", "bert")
+    windows = of_encoder("AutoModelForMaskedLM", "modernbert")
+    assert "layers.1.attn raised no encoder with a window" in windows
+    of_positions = of_encoder("AutoModelForMaskedLM", "mpnet")
+    assert "embeddings.LayerNorm differs" in of_positions
+    mask_of = SequenceShard.mask_of
+
+    def with_padding(shard: SequenceShard, like: torch.Tensor, window: int | None) -> Any:
+        shard.samples.seen = None
+        return mask_of(shard, like, window)
+
+    monkeypatch.setattr(SequenceShard, "mask_of", with_padding)
+    found = of_encoder("AutoModelForMaskedLM", "bert")
+    assert "layer.0.attention.self differs" in found
 
 
 def test_layers_whose_kind_comes_late_and_unknown_positions_are_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 from colotrain.planner.communication import OwnedMatrices, Traffic, owned_matrices
 from colotrain.planner.communication import traffic as traffic_of
 from colotrain.planner.layout import layout_of
+from colotrain.spec.divisions import SUM_BYTES
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
@@ -113,6 +114,23 @@ def test_a_pass_before_the_step_gathers_as_its_forwards_do(name: str, added: int
         for trace in (without, replace(without, passes_before=1))
     )
     assert found - before == added
+
+
+def test_ranks_that_divide_experts_sum_the_gradients_of_all_others_once_a_step() -> None:
+    alone = layout_of(plugin("zero3", (2,)), batch(3), optim=OPTIM)
+    first, second, *others, head = survey("b.1").parameters
+    divided = replace(first, divided_shape=(32, 8))
+    model = replace(survey(), parameters=(divided, second, *others, head))
+    found, other = (traffic_of(layout, model) for layout in (replace(alone, expert_ranks=4), alone))
+    dense = (2 * 64 + 32) * 4 // 2  # a rank's shard; one block has experts, one is frozen
+    assert found.bytes_per_step - other.bytes_per_step == 2 * 3 * dense // 4
+    assert (found.summed_calls, other.summed_calls) == (2 + 2, 0)
+    assert found.summed_whole == 2 * dense
+    rows = (SUM_BYTES // 4 // 8 + 1) * 2
+    large = replace(head, shape=(rows, 8), numel=rows * 8)
+    more = replace(model, parameters=(divided, large, replace(large, dtype="bf16", itemsize=2)))
+    found = traffic_of(replace(alone, expert_ranks=4), more)
+    assert found.summed_calls == 2 + 2 * (2 + 1)  # one number's row more than a buffer has
 
 
 def test_matrices_of_muon_go_to_one_rank_each_and_back() -> None:

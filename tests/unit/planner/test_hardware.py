@@ -11,6 +11,7 @@ import pytest
 from colotrain.cli.main import guarded
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError
+from colotrain.planner.hardware import LINK_SHARE, MEMORY_SHARE
 from colotrain.rundir import RunDir
 from colotrain.runs.job import hardware_of
 from colotrain.runs.resolving import resolve_config
@@ -71,6 +72,23 @@ def test_tf32_is_planned_with_its_own_peak() -> None:
         for more in ((), ("train.tf32=true",))
     )
     assert rounded < plain
+
+
+def test_shards_of_nodes_that_divide_experts_are_gathered_between_nodes() -> None:
+    own = ["model.target=tests.dist.own_experts:make", "mesh.ep_plan=['blocks.*.experts']"]
+    own += ["data.target=tests.dist.own_experts:samples", "train.global_batch=8", "plugin=zero3"]
+    own += ["train.micro_batch=1", "cluster.procs_per_node=4", "hardware=h100", "cluster.nodes=2"]
+    links = []
+    for ep in (4, 2):  # so many rings share the link of a node
+        settings = resolve_config([*own, f"mesh.ep={ep}"], here=False)
+        context, plan = settings.context, settings.plan
+        assert context.hardware is not None
+        layout = context.layout(plan.plugin)
+        assert (layout.shard, layout.expert_ranks) == (8 // ep, ep)
+        costs = context.hardware(layout).costs
+        copies = 2 / (3350e9 * MEMORY_SHARE)
+        links.append(1 / (costs.gathered_byte_s - copies) / LINK_SHARE)
+    assert links == pytest.approx([400e9 / 4, 400e9 / 2])
 
 
 def test_every_shipped_file_has_figures_a_source_and_a_name_of_its_own() -> None:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ class Layers(nn.Module):
         if way == "scores a norm":
             self.embed = nn.Sequential(self.embed, nn.Linear(8, 8))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Any:
         x = first = self.embed(input_ids)
         if self.way == "skips unseen":
             first = first.detach()
@@ -92,13 +93,20 @@ class Layers(nn.Module):
                 x = x * self.scale
             if self.way == "repeats" and index == 1:
                 x = layer(x)
-        beside = ("skips", "skips unseen", "skips in place", "hides", "adds an input")
+        beside = (
+            "skips",
+            "skips unseen",
+            "skips in place",
+            "hides",
+            "adds an input",
+            "in an object",
+        )
         loss = self.head(x + first if self.way in beside else x).sum()
         if self.way == "scores a norm":
             loss = loss + self.embed[1].weight.detach().norm()
         if self.way == "scores a layer":
             loss = loss + self.layers[0].weight.detach().norm()
-        return loss
+        return SimpleNamespace(loss=loss) if self.way == "in an object" else loss
 
 
 @pytest.mark.parametrize(
@@ -112,6 +120,7 @@ class Layers(nn.Module):
             "scale belongs to no module that runs before the first block: move it into one",
         ),
         ("skips unseen", "what embed.weight gives reaches the loss beside the blocks"),
+        ("in an object", "what embed.weight gives reaches the loss beside the blocks"),
         ("skips in place", "what embed.weight gives reaches the loss beside the blocks"),
         ("hides", "what a random number gives reaches the loss beside the blocks"),
         (

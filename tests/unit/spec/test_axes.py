@@ -14,6 +14,7 @@ from colotrain.spec.axes import (
     CP,
     DP_REPLICATE,
     DP_SHARD,
+    EP,
     PP,
     SAMPLES,
     STAGE,
@@ -24,15 +25,15 @@ from colotrain.spec.axes import (
     ranks_on,
 )
 
-AXES = (PP, DP_REPLICATE, DP_SHARD, CP, TP)
+AXES = (PP, DP_REPLICATE, DP_SHARD, CP, EP, TP)
 
 
 def arrangements() -> Iterator[tuple[MeshPlan, int, int]]:
     """Mesh, replicas and shards; `cp` divides their product, but not always the shards."""
-    for pp, cp, tp in itertools.product((1, 2, 3), (1, 2, 4), (1, 2)):
+    for pp, cp, ep, tp in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2)):
         for replicas, shard in itertools.product((1, 2, 3), (1, 2, 4)):
-            if replicas * shard % cp == 0:
-                yield MeshPlan(pp=pp, cp=cp, tp=tp), replicas, shard
+            if replicas * shard % cp == 0 and (ep == 1 or (cp == 1 and pp < 3)):
+                yield MeshPlan(pp=pp, cp=cp, ep=ep, tp=tp), replicas, shard
 
 
 def counted(mesh: MeshPlan, replicas: int, shard: int) -> list[dict[str, int]]:
@@ -42,9 +43,9 @@ def counted(mesh: MeshPlan, replicas: int, shard: int) -> list[dict[str, int]]:
         copies = itertools.count()
         for replica, row in itertools.product(range(replicas), range(shard)):
             reader, part = divmod(next(copies), mesh.cp)
-            for column in range(mesh.tp):
-                coords = (stage, replica, row, part, column)
-                found.append({**dict(zip(AXES, coords, strict=True)), "reader": reader})
+            for experts, column in itertools.product(range(mesh.ep), range(mesh.tp)):
+                coords = dict(zip(AXES, (stage, replica, row, part, experts, column), strict=True))
+                found.append({**coords, "reader": reader * mesh.ep + experts})
     return found
 
 
@@ -65,10 +66,10 @@ def compare_with_counted(mesh: MeshPlan, replicas: int, shard: int) -> None:
         same = [other for other, it in enumerate(wanted) if it["reader"] == rank["reader"]]
         assert ranks.peers(number, *SAMPLES) == tuple(same)
         assert ranks.is_first(number, *SAMPLES) == (same[0] == number)
-    for axes in ((PP,), (DP_REPLICATE,), (DP_SHARD,), (TP,), STAGE, (DP_REPLICATE, TP)):
+    for axes in ((PP,), (DP_REPLICATE,), (DP_SHARD,), (EP,), (TP,), STAGE, (DP_REPLICATE, TP)):
         together = defaultdict(list)
         for number, rank in enumerate(wanted):
-            others = {PP, DP_REPLICATE, DP_SHARD, TP} - {*axes}
+            others = {PP, DP_REPLICATE, DP_SHARD, EP, TP} - {*axes}
             together[tuple(rank[axis] for axis in sorted(others))].append(number)
         assert sorted(ranks.groups(*axes)) == sorted(map(tuple, together.values()))
         for group in together.values():
@@ -87,6 +88,7 @@ def test_without_a_shard_size_there_are_no_replicas() -> None:
     assert Ranks.of(MeshPlan(), world=4, shard=4).sizes == {DP_REPLICATE: 1, DP_SHARD: 4}
     assert Ranks.of(MeshPlan(pp=2), world=7).world == 6  # one has no place
     assert MeshPlan(pp=2, tp=2).readers(6) == 0
+    assert (MeshPlan(ep=4).readers(6), MeshPlan(ep=4).readers(8)) == (0, 8)
 
 
 @pytest.mark.parametrize("procs", [1, 2, 3, 4, 6, 8])
@@ -97,10 +99,10 @@ def test_which_ranks_are_on_one_node(procs: int) -> None:
     ]
     seen = set()
     for mesh, replicas, shard in arrangements():
-        ranks = Ranks.of(mesh, world=mesh.pp * replicas * shard * mesh.tp, shard=shard)
-        if procs % mesh.tp or ranks.world % procs:
+        ranks = Ranks.of(mesh, world=replicas * shard * mesh.copy_ranks, shard=shard)
+        if procs % mesh.parts or ranks.world % procs:
             continue
-        inside = [{rank // procs for rank in group} for group in ranks.groups(DP_SHARD, TP)]
+        inside = [{rank // procs for rank in group} for group in ranks.groups(DP_SHARD, EP, TP)]
         fits = all(len(nodes) == 1 for nodes in inside)
         assert ranks.on_one_node(DP_SHARD, procs_per_node=procs) == fits
         pairs = [pair for line in ranks.groups(PP) for pair in itertools.pairwise(line)]
@@ -112,7 +114,7 @@ def test_which_ranks_are_on_one_node(procs: int) -> None:
 
 
 PACKAGE = Path(__file__).parents[3] / "colotrain"
-SIZES = {"pp", "cp", "tp", "dp_shard", "dp_replicate", "shard_size"}
+SIZES = {"pp", "cp", "ep", "tp", "dp_shard", "dp_replicate", "shard_size"}
 OPERATORS = (ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
 EXCEPTIONS = {
     "spec/axes.py": "the arithmetic",
@@ -120,7 +122,6 @@ EXCEPTIONS = {
     "planner/context.py": "a part of the bytes of activations",
     "planner/plugin.py": "whether a setting is a divisor",
     "planner/model.py": "whether a vocabulary can be divided",
-    "planner/hardware.py": "a part of the bandwidth of a node",
     "planner/offload.py": "bytes of all parts of a parameter",
 }
 """Module → why it computes with the size of an axis."""

@@ -38,11 +38,19 @@ def test_conditions_are_values_numbers_above_one_and_settings_that_are_given() -
 
 def test_a_setting_without_effect_excludes_nothing() -> None:
     """As in a sweep over mesh.tp: there, nothing is divided by `mesh.sequence_parallel`."""
-    words = ["recipe=llm-tiny", "mesh.sequence_parallel=true", "observe.samples.prompts=[a]"]
-    assert plan_from(words).observe.samples is not None
+    stages = ["mesh.pp=2", "mesh.pp_schedule=interleaved", "model.args.num_layers=4"]
+    words = ["recipe=llm-tiny", "mesh.sequence_parallel=true", "cluster.procs_per_node=4", *stages]
+    assert plan_from(words, here=False).mesh.pp == 2
     with pytest.raises(ConfigError) as caught:
         plan_from([*words, "mesh.tp=2"], here=False)
-    assert "expected [] with mesh.tp=2 and mesh.sequence_parallel=true" in str(caught.value)
+    assert "expected 1f1b with mesh.pp=2 and mesh.tp=2 and mesh.sequence" in str(caught.value)
+
+
+def test_ranks_that_divide_experts_read_no_images() -> None:
+    """A model that calls its experts for images alone would wait for ranks without one."""
+    values = {**dict.fromkeys(leaves(Config)), **allowed(), "data.images": True}
+    assert {p.key for p in check_rules({**values, "mesh.ep": 2})} == {"mesh.ep"}
+    assert "mesh.ep" not in {p.key for p in check_rules({**values, "mesh.ep": 1})}
 
 
 def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
@@ -59,11 +67,11 @@ def test_a_problem_names_the_condition_what_is_allowed_and_the_fix() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    words = ["recipe=llm-tiny", "mesh.pp=2", "train.compile=true", "optim.name=mine:Own"]
+    words = ["recipe=llm-tiny", "mesh.pp=2", "plugin.disk_path=disk", "optim.name=mine:Own"]
     with pytest.raises(ConfigError) as caught:
         plan_from([*words, "train.stop_early.metric=loss", "train.eval_steps=0"])
     keys = {problem.key for problem in caught.value.problems}
-    assert keys >= {"train.compile", "optim.name", "train.stop_early.metric"}
+    assert keys >= {"plugin.disk_path", "optim.name", "train.stop_early.metric"}
     assert list(check_rules({**dict.fromkeys(leaves(Config)), **allowed()})) == []
 
 

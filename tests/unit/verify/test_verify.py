@@ -22,7 +22,7 @@ from colotrain.spec.quantities import short_duration
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import MaskedSamples, without_dropout
-from colotrain.verify.reference import _mixing, run_reference, serve_signals_
+from colotrain.verify.reference import _mixing, along, run_reference, serve_signals_
 from tests.running import SMALL
 
 
@@ -75,6 +75,17 @@ def test_a_model_that_draws_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch)
     result: CaseResult = compare(plan, wanted, found, Tolerance())
     assert (result.draws, result.passed) == (True, False)
     assert "the model draws random numbers" in (result.difference or "")
+
+
+def test_the_reference_along_a_case_leaves_the_gradients_of_the_case_as_they_are() -> None:
+    """In float64 the case's own tensors were clipped in place, and then differed."""
+    plan = plan_from([*SMALL, "train.grad_clip=0.01"])
+    found = run_reference(plan, steps=1)
+    wide = [{name: grad.double() for name, grad in step.items()} for step in found.gradients]
+    before = [{name: grad.clone() for name, grad in step.items()} for step in wide]
+    along(plan, found, replace(found, gradients=wide))
+    for step, kept in zip(wide, before, strict=True):
+        assert all(torch.equal(step[name], kept[name]) for name in kept)
 
 
 def test_a_difference_names_what_makes_samples_depend_on_one_another() -> None:

@@ -1,0 +1,68 @@
+"""Optimizers that need more than an element, where ranks divide matrices, or experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plugins import ROWS
+from colotrain.verify.compare import Tolerance
+from colotrain.verify.runner import verify
+from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.test_expert_parallel import OWN as EXPERTS
+from tests.dist.test_run import losses
+from tests.representatives import of_each_day, representatives
+
+NAMES = ("muon", "adafactor", "torch.optim:NAdam", "tests.dist.own_optimizers:TrustRatio")
+STEPS = ("optim.lr=0.02", "optim.schedule.name=constant", "mesh.tp=2")
+EXACT, LOOSE = (
+    Tolerance(parameter=1e-5),
+    Tolerance(loss=1e-4, gradient=1e-3, parameter=2e-3),
+)
+"""muon iterates in bfloat16, where a last bit of difference in its input may show."""
+
+
+@pytest.mark.parametrize("plugin", of_each_day(ROWS, kept=["zero3"]))
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_matrices_are_updated_as_whole_ones(
+    name: str, plugin: str, tmp_path: Path
+) -> None:
+    words = (*SMALL, *STEPS, f"optim.name={name}", f"plugin={plugin}", "train.max_steps=3")
+    plan = plan_from([*words, "cluster.procs_per_node=4", "checkpoint.every=0"])
+    tolerance = LOOSE if name == "muon" else EXACT
+    (result,) = verify([plan], tmp_path, tolerance=tolerance)
+    assert result.passed, result.difference
+
+
+@pytest.mark.parametrize("name", representatives((*NAMES, "adamw8bit"), kept=["muon", "adafactor"]))
+def test_parts_of_experts_are_updated_as_whole_ones(name: str, tmp_path: Path) -> None:
+    steps = ("optim.lr=0.02", "optim.schedule.name=constant", "train.max_steps=3", "mesh.ep=2")
+    more = ("plugin=zero3", "cluster.procs_per_node=4", "checkpoint.every=0")
+    plan = plan_from([*EXPERTS, *steps, *more, f"optim.name={name}"])
+    (result,) = verify([plan], tmp_path, tolerance=LOOSE if name == "muon" else EXACT)
+    assert result.passed, result.difference
+
+
+@pytest.mark.parametrize("name", representatives(NAMES[:3], kept=["adafactor"]))
+def test_a_run_goes_on_with_whole_matrices(name: str, colotrain: Colotrain) -> None:
+    """The state of parts is that of the whole: rows, columns and numbers of each element."""
+    words = (*SMALL, *STEPS, f"optim.name={name}", "plugin=zero3", "cluster.procs_per_node=4")
+    whole = losses(colotrain.run(*words, "name=whole", "train.max_steps=5"))
+    for to in ("mesh.tp=2", "mesh.tp=1"):
+        half = f"half-{to[-1]}"
+        colotrain.run(*words, f"name={half}", "train.max_steps=3")
+        found = losses(colotrain.resume(half, "train.max_steps=5", to, "plugin=zero2"))
+        within = 1e-3 if name == "muon" else 1e-5
+        assert found[3:] == pytest.approx(whole[3:], abs=0.0 if to == "mesh.tp=2" else within)
+
+
+def test_the_state_of_one_expert_goes_on_with_all(colotrain: Colotrain) -> None:
+    """Sums over the experts of a bias [experts, d] are no expert's, where a rank has one."""
+    words = (*EXPERTS, "optim.name=adafactor", "optim.lr=0.02", "plugin=zero2")
+    words += ("cluster.procs_per_node=4", "train.eval_steps=0", "optim.schedule.name=constant")
+    whole = losses(colotrain.run(*words, "mesh.ep=4", "name=whole", "train.max_steps=3"))
+    colotrain.run(*words, "mesh.ep=4", "name=half", "train.max_steps=2")
+    found = losses(colotrain.resume("half", "train.max_steps=3", "mesh.ep=1"))
+    assert found == pytest.approx(whole, abs=1e-5)
