@@ -6,7 +6,8 @@ process, exported, and loaded again. With architectures only their rows are writ
 --axes only the columns of mesh axes.
 
 `scripts/verified_models.py --types [TYPE…]` writes the table of types instead: what a plan finds of
-`mesh.tp` and `mesh.cp` for each causal type of transformers, in the sizes that it gives the type.
+`mesh.tp` and `mesh.cp` for each causal or masked type of transformers, in the sizes that it gives
+the type.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from colotrain.errors import ConfigError  # noqa: E402
+from colotrain.models.huggingface_task import MASKED  # noqa: E402
 from colotrain.spec.plan import RunPlan  # noqa: E402
 from tests.architectures import Architecture, architectures  # noqa: E402
 from tests.dist import plain  # noqa: E402
@@ -127,23 +129,30 @@ def of_type(architecture: Architecture) -> str:
     from colotrain.models.facts import facts_of
     from colotrain.models.huggingface import let_predict_next_
     from colotrain.models.huggingface_check import why_matrices_differ, why_sequences_differ
+    from colotrain.planner.traced.survey import let_divide_
 
+    predicts = architecture.task.predicts_next
+    equip = let_predict_next_ if predicts else let_divide_
     try:
         config = transformers.AutoConfig.for_model(
             architecture.kind, **SETTINGS.get(architecture.kind, {})
         )
         with device("meta"):
             model: Any = getattr(transformers, architecture.name)._from_config(config)
-        let_predict_next_(model)
-        how = model.divisions()
-        sizes = ", ".join(f"{name}={size}" for name, size in how.sizes.items())
-        alone = "" if how.possible()[1:] else f"no number of ranks divides {sizes}"
-        tp = how.against or alone or why_matrices_differ(model, let_predict_next_)
-        cp = facts_of(model).whole_sequences or why_sequences_differ(model, let_predict_next_)
+        equip(model)
+        tp = "transformers has no plan for it"
+        if hasattr(model, "divisions"):
+            how = model.divisions()
+            sizes = ", ".join(f"{name}={size}" for name, size in how.sizes.items())
+            alone = "" if how.possible()[1:] else f"no number of ranks divides {sizes}"
+            tp = how.against or alone or why_matrices_differ(model, equip, predicts_next=predicts)
+        cp = facts_of(model).whole_sequences
+        cp = cp or why_sequences_differ(model, equip, predicts_next=predicts)
     except Exception as error:  # a configuration that needs more settings than its defaults
         tp = cp = f"its default sizes make no model ({type(error).__name__})"
     cells = (f"refused: {why}".replace("|", "/") if why else "same" for why in (tp, cp))
-    return f"| `{architecture.kind}` | {' | '.join(cells)} |\n"
+    task = "causal" if predicts else "masked"
+    return f"| `{architecture.kind}` | {task} | {' | '.join(cells)} |\n"
 
 
 def write_types(named: list[str]) -> None:
@@ -155,7 +164,8 @@ def write_types(named: list[str]) -> None:
     let_experts_compute_anywhere_()
     version = f"transformers {transformers.__version__}:"
     causal = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    types = {a.kind: a for a in architectures() if a.kind in causal and a.task.predicts_next}
+    of_text = (a for a in architectures() if a.kind in causal or a.task is MASKED)
+    types = {a.kind: a for a in of_text}
     for kind in named or types:
         row = of_type(types[kind])
         before, _, rest = PAGE.read_text("utf-8").partition(TYPES)
@@ -163,7 +173,7 @@ def write_types(named: list[str]) -> None:
         is_of_version = version in table  # rows of another one are left out
         rows = {line.split("`")[1]: line for line in table.splitlines() if line[:3] == "| `"}
         rows = {**(rows if is_of_version else {}), kind: row.strip()}
-        lines = [version, "", "| type | tp | cp |", "| --- | --- | --- |"]
+        lines = [version, "", "| type | task | tp | cp |", "| --- | --- | --- | --- |"]
         text = "\n".join(lines + [rows[each] for each in types if each in rows])
         PAGE.write_text(f"{before}{TYPES}\n{text}\n\n{END_OF_TYPES}{after}", "utf-8")
 

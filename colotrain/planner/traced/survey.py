@@ -142,7 +142,7 @@ def check_axes(model: ModelPlan) -> AxisChecks:
     if module is None or not is_from_directory(module):
         return AxisChecks()
     predicts = predicts_next(module)
-    equip = let_predict_next_ if predicts else _let_divide_
+    equip = let_predict_next_ if predicts else let_divide_
     matrices = tokens = sequences = ""
     how = own_divisions(module, model)
     if how is not None and not model.tp_plan:
@@ -154,7 +154,8 @@ def check_axes(model: ModelPlan) -> AxisChecks:
     return AxisChecks(matrices=matrices, tokens=tokens, sequences=sequences)
 
 
-def _let_divide_(model: nn.Module) -> None:
+def let_divide_(model: nn.Module) -> None:
+    """Let ranks divide the matrices and samples of a model that is no causal one, if they can."""
     let_divide_matrices_(model)
     let_divide_samples_(model)
 

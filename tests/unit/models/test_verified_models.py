@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 
 from tests.dist.test_context_parallel import DIVIDED as SEQUENCES
+from tests.dist.test_divided_objectives import ENCODERS
 from tests.dist.test_tensor_parallel import DIVIDED as MATRICES
 from tests.families import FAMILIES
 from tests.pages import ROOT
@@ -25,7 +26,7 @@ def test_types_that_ranks_of_their_own_divide_are_the_same_in_the_table() -> Non
     _, _, rest = TEXT.partition(SCRIPT["TYPES"])
     table, _, _ = rest.partition(SCRIPT["END_OF_TYPES"])
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    tp = {kind.strip("`") for kind, matrices, _ in lines if matrices == "same"}
-    cp = {kind.strip("`") for kind, _, sequences in lines if sequences == "same"}
+    tp = {kind.strip("`") for kind, _, matrices, _ in lines if matrices == "same"}
+    cp = {kind.strip("`") for kind, _, _, sequences in lines if sequences == "same"}
     assert set(MATRICES) <= tp
-    assert set(SEQUENCES) <= cp
+    assert {*SEQUENCES, *ENCODERS} <= cp
