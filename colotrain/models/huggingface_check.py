@@ -256,16 +256,18 @@ def _whole(model: Any, batch: dict[str, Tensor]) -> Whole:
             if "use_cache" in inspect.signature(model.forward).parameters:
                 inputs["use_cache"] = False
             output = model(**inputs)
+        weights = None
+        if "labels" in batch:
+            logits, labels = output.logits.double().flatten(0, 1), batch["labels"].flatten()
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+        else:
+            weights = _weights_of(output, batch)
+            loss = _weighted(output, weights)
+        loss.backward()
+    except ColotrainError:
+        raise
     except Exception as error:  # whatever a model raises about sizes that do not fit
         raise ColotrainError(f"its small copy raised {_first_line(error)}") from error
-    weights = None
-    if "labels" in batch:
-        logits, labels = output.logits.double().flatten(0, 1), batch["labels"].flatten()
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-    else:
-        weights = _weights_of(output, batch)
-        loss = _weighted(output, weights)
-    loss.backward()
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in module_tree.named_parameters(model)

@@ -14,7 +14,7 @@ from colotrain.planner.scale import touches
 from colotrain.planner.vocabulary import check_vocabulary
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts, matches
-from colotrain.spec.survey import COMPILER, Survey
+from colotrain.spec.survey import COMPILER, AxisChecks, Survey
 
 FIRST = ("model", "adapter", "data.seq_len", "train.embed")
 """Settings that a model is built with: without them, or with wrong ones, none is built."""
@@ -230,7 +230,10 @@ def _check_equality(settings: Config, model: ModelPlan, surveys: ModelSurveys) -
     mesh = settings.mesh
     if mesh.tp <= 1 and mesh.cp <= 1:
         return
-    found = surveys.check_axes(model)
+    try:
+        found = surveys.check_axes(model)
+    except ColotrainError as error:
+        found = AxisChecks(matrices=error.problem, tokens=error.problem, sequences=error.problem)
     by_tokens = mesh.sequence_parallel and not found.matrices and found.tokens
     matrices: tuple[str, int | bool, str, str] = "mesh.tp", mesh.tp, "1", found.matrices
     if by_tokens:
