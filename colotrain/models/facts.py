@@ -37,8 +37,12 @@ class ModelFacts:
     """Number of layers that a forward runs on this pipeline stage; None: all of them."""
     sees_images: Callable[[], bool] | None = None
     """Whether a forward on this pipeline stage reads images; None: it does."""
+    whole_sequences: str = ""
+    """Why ranks may not divide the samples of a model of transformers; "" where they may."""
     divide: Callable[[nn.Module], None] | None = None
     """What is done to the model where ranks divide its sequences, beside `sequence_shard`."""
+    sees_all: bool = False
+    """Whether it is an encoder of transformers, whose tokens attend to those behind them."""
     gathers_outputs: bool = False
     """Whether its forward returns outputs of whole samples although ranks divide them."""
     gradients: Any = None

@@ -54,7 +54,7 @@ from colotrain.models.huggingface_task import (
     is_in,
     task_of,
 )
-from colotrain.models.huggingface_tensors import allow_parts_, has_verified_parts
+from colotrain.models.huggingface_tensors import allow_parts_, has_plan
 from colotrain.models.quantized.stored import FORMATS, method_of, open_weights
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.offline import offline
@@ -96,25 +96,42 @@ def build(
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     facts_of(model).task = task
-    if predicts_next(model) or has_verified_parts(model, config):
-        allow_parts_(model, config)
     if predicts_next(model):
         check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
-        allow_division_(model, config)
-        chunk_loss_(model)
-        loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
-        model.forward = functools.partial(loss, model.forward)
+        let_predict_next_(model)
     else:
+        let_divide_matrices_(model)
         _keep_no_keys(model)
         if task is not None:
             model.forward = functools.partial(own_loss, model.forward, task)
     if head is not None or _gives_vectors(plan) or task is MASKED:
-        allow_division_inside_(model, config)
+        let_divide_samples_(model)
     if head is not None:
         masks = is_encoder(_transformers(), config)
         model.forward = functools.partial(padded, model.forward, head.pad_id, masks)
     return model
+
+
+def let_predict_next_(model: Any) -> None:
+    """Give a causal model of transformers colotrain's loss, and let ranks divide it if they can."""
+    allow_parts_(model)
+    allow_division_(model, model.config)
+    chunk_loss_(model)
+    loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
+    model.forward = functools.partial(loss, model.forward)
+
+
+def let_divide_matrices_(model: Any) -> None:
+    """Let ranks divide the matrices of a model that is no causal one, if transformers says how."""
+    if has_plan(model):
+        allow_parts_(model)
+
+
+def let_divide_samples_(model: Any) -> None:
+    """Let ranks divide the samples of such a model, if they can: an encoder, or one with a head."""
+    sees_all = is_encoder(_transformers(), model.config)
+    allow_division_inside_(model, model.config, sees_all=sees_all)
 
 
 def _keep_no_keys(model: nn.Module) -> None:

@@ -20,32 +20,8 @@ from colotrain.models.context_parallel import (
 )
 from colotrain.models.facts import facts_of
 
-DIVISIBLE = (
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-"""Model types, of config.json, whose layers exchange between tokens in attention alone.
-
-Each is compared with plain transformers in tests/dist/test_context_parallel.py.
-"""
-ENCODERS = ("bert", "electra", "roberta")
-"""Model types, of config.json, of which the same holds although tokens attend to all others.
-
-Each is compared in tests/dist/test_divided_objectives.py.
-"""
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions that do not depend on the longest position in a forward."""
+CHANGES = ("s_aux", "softcap", "position_bias", "indices")
+"""Arguments of attention that change its result and that `attend` does not know."""
 HEADS = ("score", "classifier")
 """Names that transformers gives the layer of a classifier behind its backbone."""
 IMAGES_SEE_THEMSELVES = "token_type_ids"
@@ -54,17 +30,16 @@ NAME = "colotrain_context_parallel"
 
 
 def allow_division_(model: nn.Module, config: Any) -> None:
-    """Declare that ranks may divide the sequences of `model`, if its architecture is known to."""
-    is_image_text, config = config.get_text_config() is not config, config.get_text_config()
-    known = config.model_type in DIVISIBLE and set(_ropes(config)) <= set(STATIC_ROPES)
-    other = (
-        is_image_text and IMAGES_SEE_THEMSELVES in inspect.signature(type(model).forward).parameters
-    )
-    other |= getattr(config, "attn_logit_softcapping", None) is not None
-    other |= not getattr(config, "is_causal", True)
-    other |= bool(getattr(config, "output_router_logits", False))  # of whole samples
-    other |= bool(getattr(config, "use_bidirectional_attention", False))
-    if known and not other:
+    """Declare that ranks may divide the sequences of `model`, unless its settings are against it.
+
+    Whether its layers mix tokens in attention alone, a comparison says (`huggingface_check`).
+    """
+    is_image_text = config.get_text_config() is not config
+    against = why_whole(config.get_text_config(), sees_all=facts_of(model).sees_all)
+    if is_image_text and IMAGES_SEE_THEMSELVES in inspect.signature(type(model).forward).parameters:
+        against = "the tokens of an image see one another"
+    facts_of(model).whole_sequences = against
+    if not against:
         setattr(model, ATTRIBUTE, None)
         facts_of(model).divide = _divide_decoder_ if is_image_text else None
 
@@ -108,16 +83,33 @@ def _decoder_of_part(
     return forward(inputs_embeds=own, position_ids=shard.own(position_ids), **options)
 
 
-def allow_division_inside_(model: Any, config: Any) -> None:
+def why_whole(config: Any, *, sees_all: bool = False) -> str:
+    """Why settings do not let ranks divide samples; "" where they do."""
+    text = config.get_text_config()
+    for kind in _ropes(text):
+        if "dynamic" in kind or kind == "longrope":  # the kinds that transformers updates
+            return f"its {kind} positions depend on the longest one in a forward"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "attention has a soft cap on its scores (attn_logit_softcapping)"
+    sees_later = getattr(text, "use_bidirectional_attention", False)
+    if not sees_all and (sees_later or not getattr(text, "is_causal", True)):
+        return "attention is not causal"
+    if getattr(text, "output_router_logits", False):
+        return "the routers' auxiliary loss is of whole samples (output_router_logits)"
+    return ""
+
+
+def allow_division_inside_(model: Any, config: Any, *, sees_all: bool) -> None:
     """Declare the same of a model that is no causal language model.
 
-    It is one of vectors, of hidden tokens, or has a new head.
+    It is one of vectors, of hidden tokens, or has a new head. `sees_all`: it is an encoder, whose
+    tokens attend to those behind them, too.
     """
     if config.get_text_config() is not config:
+        facts_of(model).whole_sequences = "its samples may have images, and it predicts no tokens"
         return
+    facts_of(model).sees_all = sees_all
     allow_division_(model, config)
-    if config.model_type in ENCODERS and not config.is_decoder:
-        setattr(model, ATTRIBUTE, None)
     if hasattr(model, ATTRIBUTE):
         facts_of(model).divide = _divide_inside_
 
@@ -149,7 +141,7 @@ def _forward_of_part(
     positions = getattr(embeddings, "create_position_ids_from_input_ids", None)
     if positions is not None and "position_ids" not in batch:
         batch["position_ids"] = positions(input_ids, embeddings.padding_idx)
-    seen = mask.bool() if mask is not None and _sees_all(model) else None
+    seen = mask.bool() if mask is not None and facts_of(model).sees_all else None
     own, shard = divided(model, batch, seen=seen), getattr(model, ATTRIBUTE)
     if "token_type_ids" in given:
         own["token_type_ids"] = shard.own(given.pop("token_type_ids"))
@@ -162,11 +154,6 @@ def _forward_of_part(
     check_calls(model, before)
     is_backbone = model.base_model is model and not isinstance(output, Tensor)  # of a stage
     return (output[0],) if is_backbone else output  # not what it pools
-
-
-def _sees_all(model: Any) -> bool:
-    """Whether tokens attend to those behind them."""
-    return model.config.model_type in ENCODERS
 
 
 def _gather(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -201,7 +188,7 @@ def divided(
         shard.is_known_to_model = True
     shape = batch["input_ids"].shape
     documents = batch.pop("document_ids", None)
-    sees_all = _sees_all(model)
+    sees_all = facts_of(model).sees_all
     if documents is None and "position_ids" in batch and not sees_all:
         documents = _documents_of(batch["position_ids"])
     shard.begin(shape[1], documents, seen=seen, is_causal=not sees_all)
@@ -268,13 +255,17 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Return [batch, own tokens, heads, size] for query, key and value [batch, heads, own, size].
 
     As transformers calls it: `attention_mask` is None, for no masks are registered under this name.
     """
     assert attention_mask is None, "transformers made a mask of its own"
+    if given := next((name for name in CHANGES if more.get(name) is not None), ""):
+        raise ColotrainError(
+            f"mesh.cp: attention takes {given}, which is not computed from parts", "set mesh.cp=1"
+        )
     mixed = attend(
         query,
         key,

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from colotrain.errors import ColotrainError
 from colotrain.models.documents import Documents, attend_within
 from colotrain.models.graphs import run_eagerly
-from colotrain.models.huggingface_attention import DIVISIBLE, num_layers
+from colotrain.models.huggingface_attention import num_layers
 from colotrain.models.huggingface_internals import (
     attention_of,
     without_packed_sequence_search,
 )
 
 SEPARABLE = (
-    *DIVISIBLE,
+    *("gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3"),
+    *("qwen2", "qwen3", "qwen3_moe", "smollm3"),
     *("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
     *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "gpt_bigcode"),
     *("granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),

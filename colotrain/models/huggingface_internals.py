@@ -49,6 +49,13 @@ def let_experts_compute_anywhere_() -> None:
     experts._can_use_grouped_mm = can_use_grouped_mm
 
 
+def construct_in_float64(architecture: Any, config: Any) -> Any:
+    """Return a new model with random weights, whose experts are multiplied one by one."""
+    for part in (config, config.get_text_config()):
+        part._experts_implementation = "eager"  # the fast ones have no float64
+    return architecture._from_config(config, dtype=torch.float64)
+
+
 def attention_of(model: Any) -> str | None:
     """Return the name of the attention function that a model uses."""
     name: str | None = model.config._attn_implementation

@@ -44,7 +44,13 @@ ROWS = ("colwise", "colwise_gather_output")
 COLUMNS = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 """Style of modules that are whole on all ranks and work on the parts of their inputs."""
-STYLES = (*ROWS, *COLUMNS, SUMMED)
+LATENT = "mla_kv_a_proj"
+"""Style of the whole layer that makes latent keys and values, and with them a key for all heads.
+
+Its module has `qk_rope_head_dim`, the size of that key, of whose gradient each rank has a part.
+"""
+STYLES = (*ROWS, *COLUMNS, SUMMED, LATENT)
+WHOLE = (SUMMED, LATENT)
 
 
 def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
@@ -94,16 +100,22 @@ def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
         if not matched:
             yield Problem(key=key, expected="a glob that matches a module's name", fix=linears)
         for name, module in matched.items():
+            if style in WHOLE and adapters.is_adapted(module):
+                expected = f"modules without an adapter ({name} has one)"
+                yield Problem(key=key, value=style, expected=expected, fix="adapt another")
+                break
             if style == SUMMED:
-                if adapters.is_adapted(module):
-                    expected = f"modules without an adapter ({name} has one)"
-                    yield Problem(key=key, value=style, expected=expected, fix="adapt another")
-                    break
                 if inner := _with_parameters_inside(name, module):
                     expected = f"modules with parameters of their own ({inner} is inside {name})"
                     yield Problem(key=key, value=style, expected=expected, fix=f"name {inner}")
                     break
                 continue
+            if style == LATENT:
+                parent = modules[name.rpartition(".")[0]]
+                if not isinstance(getattr(parent, "qk_rope_head_dim", None), int):
+                    expected = f"layers of a module with qk_rope_head_dim ({name} is in none)"
+                    yield Problem(key=key, value=style, expected=expected, fix="leave it whole")
+                    break
             if not _is_linear(module):
                 kind = type(module).__name__
                 expected = f"nn.Linear modules for {style} ({name} is a {kind})"
@@ -147,7 +159,7 @@ def divisions_by(
     """
     dims, divided = {}, dict(sizes or {})
     for glob, style in plan.items():
-        if style == SUMMED:
+        if style in WHOLE:
             continue
         dim = 0 if style in ROWS else 1
         dims[f"{glob}.weight"] = dim
@@ -174,9 +186,12 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
             if not fnmatchcase(name, glob):
                 continue
             if style == SUMMED:
-                module.forward = functools.partial(
-                    run_eagerly, _summed, module, module.forward, shard
-                )
+                of_sum = functools.partial(_summed, module, module.forward, shard)
+                module.forward = functools.partial(run_eagerly, of_sum)
+            elif style == LATENT:
+                parent: Any = model.get_submodule(name.rpartition(".")[0])
+                of_key = functools.partial(_latent, module.forward, parent.qk_rope_head_dim, shard)
+                module.forward = functools.partial(run_eagerly, of_key)
             elif style != VOCABULARY:
                 module.forward = functools.partial(
                     run_eagerly, _FORWARDS[style], module, shard, draws
@@ -330,6 +345,14 @@ def _summed(
         return forward(*args, **kwargs)
     finally:
         module._parameters.update(own)
+
+
+def _latent(
+    forward: Callable[[Tensor], Tensor], size: int, shard: TensorShard, x: Tensor
+) -> Tensor:
+    """The layer's output, the last `size` numbers of which go into heads without another layer."""
+    latent, key = (out := forward(x)).split((out.shape[-1] - size, size), dim=-1)
+    return torch.cat((latent, with_summed_gradient(key, shard)), dim=-1)
 
 
 def _colwise(module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor) -> Tensor:

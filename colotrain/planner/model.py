@@ -14,7 +14,7 @@ from colotrain.planner.scale import touches
 from colotrain.planner.vocabulary import check_vocabulary
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.plan import Freeze, FreezePlan, ModelPlan, ParameterCounts, matches
-from colotrain.spec.survey import COMPILER, Survey
+from colotrain.spec.survey import COMPILER, AxisChecks, Survey
 
 FIRST = ("model", "adapter", "data.seq_len", "train.embed")
 """Settings that a model is built with: without them, or with wrong ones, none is built."""
@@ -51,11 +51,14 @@ def survey_model(
         problems += check_vocabulary(settings, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
-    problems += _check_context_parallel(settings, model, found)
-    problems += _check_tensor_parallel(settings, model, found)
-    problems += _check_expert_parallel(settings, model, found)
-    problems += _check_compiled(settings)
-    problems += _check_tokens(settings, model, found)
+    axes = [*_check_context_parallel(settings, model, found)]
+    axes += _check_tensor_parallel(settings, model, found)
+    axes += _check_expert_parallel(settings, model, found)
+    axes += _check_compiled(settings)
+    axes += _check_tokens(settings, model, found)
+    if not axes and model.hf is not None:
+        axes += _check_equality(settings, model, surveys)
+    problems += axes
     problems += _check_divided_length(mesh, settings.data)
     if settings.train.compile:
         found = dataclasses.replace(found, libraries=(*found.libraries, COMPILER))
@@ -174,6 +177,7 @@ def _check_context_parallel(
         return
     if not survey.divides_sequences:
         expected = f"1: {model.value} cannot divide the tokens of a sample among ranks"
+        expected += f" ({survey.whole_sequences})" if survey.whole_sequences else ""
         fix = "docs/context-parallel.md lists the models that can"
         yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
 
@@ -226,6 +230,28 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
         expected = f"a divisor of {named}{kv}"
         fix = f"one of {', '.join(map(str, divisions.possible()))}"
         yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
+
+
+def _check_equality(settings: Config, model: ModelPlan, surveys: ModelSurveys) -> Iterator[Problem]:
+    """Problems of axes over which a small copy of the model computes something else."""
+    mesh = settings.mesh
+    if mesh.tp <= 1 and mesh.cp <= 1:
+        return
+    try:
+        found = surveys.check_axes(model)
+    except ColotrainError as error:
+        found = AxisChecks(matrices=error.problem, tokens=error.problem, sequences=error.problem)
+    by_tokens = mesh.sequence_parallel and not found.matrices and found.tokens
+    matrices: tuple[str, int | bool, str, str] = "mesh.tp", mesh.tp, "1", found.matrices
+    if by_tokens:
+        matrices = "mesh.sequence_parallel", True, "false", found.tokens
+    sequences = "mesh.cp", mesh.cp, "1", found.sequences
+    for size, (key, value, other, why) in ((mesh.tp, matrices), (mesh.cp, sequences)):
+        if size > 1 and why:
+            expected = f"{other}: {model.value} cannot be divided ({why})"
+            page = "context" if key == "mesh.cp" else "tensor"
+            fix = f"docs/{page}-parallel.md says how models are compared"
+            yield Problem(key=key, value=value, expected=expected, fix=fix)
 
 
 def _check_expert_parallel(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from colotrain.data.prepare.prepared import Split
@@ -20,9 +22,10 @@ from colotrain.planner.dependencies import Dependencies, record_dependencies, re
 from colotrain.planner.scale import Scale
 from colotrain.planner.stages import Traces
 from colotrain.spec.axes import MeshPlan
+from colotrain.spec.objectives import EmbedPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute, TrainPlan
 from colotrain.spec.sequence import BlockSequence
-from colotrain.spec.survey import LossStudy, Survey, Trace, Ungrouped
+from colotrain.spec.survey import AxisChecks, LossStudy, Survey, Trace, Ungrouped
 
 T = TypeVar("T")
 WITHOUT_VALUES = frozenset({"survey", "trace_micro_batch", "ungrouped", "sequence"})
@@ -106,6 +109,19 @@ class ModelSurveys:
         """Return the blocks of a model that stages may divide, or why there are none."""
         about = "sequence", data.of_samples(), data.packing
         return self._cached(BlockSequence, about, "sequence", model, data, data=data)
+
+    def check_axes(self, model: ModelPlan) -> AxisChecks:
+        """Compare what ranks that divide a model of transformers compute with one process.
+
+        The answer is that of every directory with the same configuration.
+        """
+        changes_class = model.head is not None or isinstance(model.objective, EmbedPlan)
+        objective = model.objective if changes_class else None
+        bare = replace(model, adapter=None, quantize=None, loss=None, objective=objective)
+        config = Path(str(model.hf), "config.json").read_bytes()
+        of_type = replace(bare, hf=hashlib.sha256(config).hexdigest())
+        compute = partial(self._call, "check_axes", bare)
+        return cached(AxisChecks, of_type, (), compute, runs_users_code=False)
 
     def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
         """Return what forwards in one process find of the loss; nothing where they fail.

@@ -84,6 +84,8 @@ class Survey:
     """What people should know of how the loss is computed."""
     divides_sequences: bool = False
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
+    whole_sequences: str = ""
+    """Why they cannot, of a model of transformers."""
     divisions: Divisions | None = None
     """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
     experts: Divisions = field(default_factory=lambda: Divisions(axis=EP))
@@ -114,6 +116,21 @@ def _part_of(parameter: ParameterInfo, how: Divisions, ranks: int) -> ParameterI
         divided_shape=whole,
         num_weights=None if packed is None else packed // ranks,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisChecks:
+    """What a small copy of a model, divided over mesh axes, computes beside the whole copy.
+
+    Each is what differs, by the name of the module or parameter; "" for nothing.
+    """
+
+    matrices: str = ""
+    """Of ranks that divide matrices (`mesh.tp`)."""
+    tokens: str = ""
+    """Of those that divide tokens between them, too (`mesh.sequence_parallel`)."""
+    sequences: str = ""
+    """Of ranks that divide samples (`mesh.cp`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

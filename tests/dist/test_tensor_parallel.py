@@ -15,7 +15,7 @@ from colotrain.cli.main import guarded
 from colotrain.engine.sharding.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
 from colotrain.models.huggingface_loss import chunk_loss_
-from colotrain.models.huggingface_tensors import VERIFIED, divisions_of
+from colotrain.models.huggingface_tensors import divisions_of
 from colotrain.models.llm import LLM
 from colotrain.models.tensor_parallel import (
     TensorShard,
@@ -40,18 +40,19 @@ from tests.representatives import of_each_day
 from tests.running import SMALL, Colotrain
 
 HEADS = ("model.args.num_heads=4", "model.args.num_kv_heads=2")
-CANDIDATES = sorted(
-    {
-        *VERIFIED,
-        *("arcee", "cohere2", "ernie4_5", "gemma", "glm", "glm4", "gpt_neox", "granite", "helium"),
-        *("ministral", "nemotron", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2"),
-    }
+DIVIDED = (
+    *("arcee", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2"),
+    *("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe"),
+    *("helium", "llama", "minicpm3", "ministral", "ministral3", "mistral", "mixtral", "nemotron"),
+    *("olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen3"),
+    *("qwen3_moe", "smollm3", "starcoder2"),
 )
-"""Types whose plans are right in float64; runs come before a type is allowed."""
-WHOLE_VOCABULARY = ("gemma2", "gemma3_text")
-"""Types whose tied embedding multiplies its rows, so that ranks divide neither it nor tokens."""
-IN_FLOAT32 = ("gemma3_text", "cohere")
-"""Types whose norms multiply their weights in float32."""
+"""Types whose matrices ranks can divide: the rule's answer, proved by ranks of their own."""
+WHOLE_VOCABULARY = ("gemma", "gemma2", "gemma3_text", "minicpm3")
+"""Types whose tied embedding or logits are not divided, and neither are tokens then."""
+BY_TOKENS_TOO = [kind for kind in DIVIDED if kind != "bloom"]  # a norm follows its embedding
+IN_FLOAT32 = ("gemma3_text", "cohere", "cohere2", "glm4_moe", "helium")
+"""Types whose norms or routers multiply their weights in float32."""
 SIXTEEN = ("cluster.procs_per_node=16", "mesh.tp=16")
 RECOMPUTED = "train.activation_checkpointing=full"
 BY_TOKENS = "mesh.sequence_parallel=true"
@@ -235,13 +236,13 @@ def compare_logits(rank: int) -> None:
     assert torch.allclose(own.grad, head.weight.grad.chunk(2)[rank], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", of_each_day(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
+@pytest.mark.parametrize("kind", of_each_day(DIVIDED, kept=["gpt_oss", "minicpm3", "olmo2"]))
 def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind, False)
 
 
-@pytest.mark.parametrize("kind", of_each_day(sorted(VERIFIED), kept=["phi"]))
+@pytest.mark.parametrize("kind", of_each_day(BY_TOKENS_TOO, kept=["phi"]))
 def test_a_transformers_model_divided_by_tokens_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind, True)
@@ -262,7 +263,8 @@ def compare_plan_with_whole(rank: int, kind: str, by_tokens: bool) -> None:
     shard.all_gather, shard.reduce_scatter = collectives_of(dist.group.WORLD, "cpu")
     divisions = divisions_of(model, model.config)
     assert divisions.allows(2), divisions
-    assert not divisions.allows(4)  # heads of keys and values
+    grouped = "num_key_value_heads" in divisions.sizes
+    assert divisions.allows(4) == (not grouped or divisions.sizes["num_key_value_heads"] == 4)
     if by_tokens and not divisions.divides_tokens:
         assert kind in WHOLE_VOCABULARY
         return
@@ -279,7 +281,7 @@ def compare_plan_with_whole(rank: int, kind: str, by_tokens: bool) -> None:
             assert parameter.grad is None
             continue
         part = part_of(whole, splits[name]) if name in splits else whole
-        limit = 1e-7 if kind in IN_FLOAT32 else 1e-9
+        limit = 1e-6 if kind in IN_FLOAT32 else 1e-9
         grad = shard.sum(parameter.grad) if name in partial else parameter.grad
         assert (grad - part).abs().max() <= limit * max(1.0, whole.abs().max()), name
 

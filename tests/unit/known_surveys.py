@@ -25,7 +25,7 @@ from colotrain.spec.plan import (
     RunPlan,
     TrainPlan,
 )
-from colotrain.spec.survey import LossStudy, Survey
+from colotrain.spec.survey import AxisChecks, LossStudy, Survey
 
 SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
 
@@ -41,6 +41,7 @@ class KnownSurveys(ModelSurveys):
             ("count_validation", validation or (lambda data, seed, *, prepare: None)),
             ("trace", lambda *_, **__: None),
             ("study_loss", lambda model, data, seed: LossStudy()),
+            ("check_axes", lambda model: AxisChecks()),
             ("check_functions", lambda data, named, seed: None),
             ("wrong_names", lambda named: []),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -34,7 +35,16 @@ from colotrain.generators import seeded
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.expert_parallel import ExpertShard, expert_divisions, share_tokens_
-from colotrain.models.huggingface import predicts_next, task_in
+from colotrain.models.facts import facts_of
+from colotrain.models.huggingface import (
+    is_from_directory,
+    let_divide_matrices_,
+    let_divide_samples_,
+    let_predict_next_,
+    predicts_next,
+    task_in,
+)
+from colotrain.models.huggingface_check import why_matrices_differ, why_sequences_differ
 from colotrain.models.huggingface_images import modules_of_images
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_match import missing_in, remarks_on_files
@@ -59,6 +69,7 @@ from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
     TRANSFORMERS,
+    AxisChecks,
     Exchange,
     LossStudy,
     ParameterInfo,
@@ -116,9 +127,37 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         or (predicts_next(module) and not balances_experts(module)),
         isolates=DOCUMENT_IDS in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
+        whole_sequences=facts_of(module).whole_sequences,
         divisions=own_divisions(module, model),
         experts=expert_divisions(module, model),
     )
+
+
+def check_axes(model: ModelPlan) -> AxisChecks:
+    """Compare small copies of a model of transformers, divided over axes, with the whole one.
+
+    Other models, and matrices that `mesh.tp_plan` divides, are the user's to compare (`verify`).
+    """
+    module = build_on_meta(model)
+    if module is None or not is_from_directory(module):
+        return AxisChecks()
+    predicts = predicts_next(module)
+    equip = let_predict_next_ if predicts else let_divide_
+    matrices = tokens = sequences = ""
+    how = own_divisions(module, model)
+    if how is not None and not model.tp_plan:
+        differ = functools.partial(why_matrices_differ, module, equip, predicts_next=predicts)
+        matrices = differ()
+        tokens = differ(by_tokens=True) if how.divides_tokens and not matrices else matrices
+    if hasattr(module, ATTRIBUTE):
+        sequences = why_sequences_differ(module, equip, predicts_next=predicts)
+    return AxisChecks(matrices=matrices, tokens=tokens, sequences=sequences)
+
+
+def let_divide_(model: nn.Module) -> None:
+    """Let ranks divide the matrices and samples of a model that is no causal one, if they can."""
+    let_divide_matrices_(model)
+    let_divide_samples_(model)
 
 
 def uses_transformers(module: nn.Module, model: ModelPlan) -> bool:
