@@ -23,7 +23,7 @@ from colotrain.planner.scale import Scale
 from colotrain.planner.stages import Traces
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.objectives import EmbedPlan
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute, TrainPlan
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute, TrainPlan
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import AxisChecks, LossStudy, Survey, Trace, Ungrouped
 
@@ -157,6 +157,11 @@ class ModelSurveys:
     def check_schedule(self, dotted: str, total: int) -> str | None:
         """Return what is wrong with a learning-rate schedule of the user's, or None."""
         found: str | None = self._call("check_schedule", dotted, total)[0]
+        return found
+
+    def check_optimizer(self, optim: OptimPlan, *, with_none: bool) -> str | None:
+        """Return why an optimizer of the user's is not the same on pipeline stages, or None."""
+        found: str | None = self._call("check_optimizer", optim, with_none)[0]
         return found
 
     def check_functions(self, data: DataPlan, named: dict[str, str], seed: int) -> None:

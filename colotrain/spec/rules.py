@@ -14,7 +14,6 @@ from typing import Any
 
 from colotrain.errors import Problem
 from colotrain.spec.objectives import PAIRS as PAIR_OBJECTIVES
-from colotrain.spec.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,6 @@ OF_FILES: dict[str, Any] = {
 }
 """Settings that say how samples are made of files."""
 PROMPTS = "observe.samples.prompts"
-WITHOUT_STAGES = "the optimizer may read what is on other stages: take another, or set mesh.pp=1"
 INTERLEAVED = "set mesh.pp_schedule=interleaved"
 
 RULES: tuple[Rule, ...] = (
@@ -197,7 +195,6 @@ RULES: tuple[Rule, ...] = (
         ("1f1b",),
         "the first layer divides the tokens, and is not called where another chunk runs",
     ),
-    Rule("mesh.pp>1", "optim.name", tuple(OPTIMIZERS), fix=WITHOUT_STAGES),
     Rule("mesh.pp=1", "mesh.pp_split", ([],), fix="set mesh.pp"),
     Rule("mesh.pp_schedule=1f1b", "mesh.pp_chunks", (None, 1), "", INTERLEAVED),
     Rule(

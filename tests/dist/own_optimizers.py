@@ -48,3 +48,40 @@ class TwoRates(torch.optim.SGD):
                 if chosen:
                     groups.append({**kept, "params": chosen, "lr": factor * lr})
         super().__init__(groups, lr=lr)
+
+
+class OneNorm(torch.optim.SGD):
+    """Clips by the norm over all of its parameters."""
+
+    def step(self, closure: None = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 5.0)
+        super().step()
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to each update."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=group["lr"])
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+class NeverEmpty(torch.optim.SGD):
+    """Looks at its first parameter."""
+
+    def step(self, closure: None = None) -> None:
+        assert self.param_groups[0]["params"][0].ndim
+        super().step()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.errors import ConfigError
+from colotrain.planner.traced.optimizer_trial import why_not_on_stages
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
 from colotrain.verify.compare import Tolerance
@@ -91,3 +93,49 @@ def test_the_state_of_one_expert_goes_on_with_all(
     colotrain.run(*words, *axes, "name=half", "train.max_steps=2")
     found = losses(colotrain.resume("half", "train.max_steps=3", "mesh.ep=1", "mesh.tp=1"))
     assert found == pytest.approx(whole, abs=1e-5)
+
+
+OWN = "tests.dist.own_optimizers:"
+ON_STAGES = ("torch.optim:NAdam", f"{OWN}TrustRatio", f"{OWN}TwoRates", "torch.optim:Adamax")
+
+
+@pytest.mark.parametrize("name", representatives(ON_STAGES, kept=ON_STAGES[:2]))
+def test_stages_are_updated_as_one_model(name: str, tmp_path: Path) -> None:
+    words = (*SMALL, "optim.lr=0.02", "optim.schedule.name=constant", "train.max_steps=3")
+    more = ("mesh.pp=2", "plugin=zero3", "train.grad_clip=0.1", "checkpoint.every=0")
+    tied = "model.args.tie_embeddings=true"
+    (result,) = verify([plan_from([*words, *more, tied, f"optim.name={name}"])], tmp_path)
+    assert result.passed, result.difference
+
+
+@pytest.mark.slow
+def test_a_run_of_stages_goes_on_with_its_own_optimizer(colotrain: Colotrain) -> None:
+    words = (*SMALL, *STEPS[:2], "optim.name=torch.optim:NAdam", "plugin=zero3", "mesh.pp=2")
+    whole = losses(colotrain.run(*words, "name=whole", "train.max_steps=4"))
+    for to in ("mesh.pp=2", "mesh.pp=1"):
+        half = f"half-{to[-1]}"
+        colotrain.run(*words, f"name={half}", "train.max_steps=2")
+        found = losses(colotrain.resume(half, "train.max_steps=4", to))
+        assert found == pytest.approx(whole, abs=0.0 if to == "mesh.pp=2" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("OneNorm", "it gave values that differ by"),
+        ("Noisy", "it gave values that differ by"),
+        ("Counting", "it changes 'count' of its parameter groups"),
+        ("NeverEmpty", "IndexError"),
+    ],
+)
+def test_what_is_another_optimizer_on_stages_is_refused(name: str, reason: str) -> None:
+    freeze = "freeze.patterns=[embed*]"
+    with pytest.raises(ConfigError, match=reason) as error:
+        plan_from([*SMALL, f"optim.name={OWN}{name}", "mesh.pp=2", freeze])
+    assert [problem.key for problem in error.value.problems] == ["optim.name"]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "RMSprop", "Rprop", "RAdam", "ASGD"])
+def test_torch_s_elementwise_optimizers_may_be_divided(name: str) -> None:
+    plan = plan_from([*SMALL, f"optim.name=torch.optim:{name}"]).optim
+    assert why_not_on_stages(plan, with_none=True) is None

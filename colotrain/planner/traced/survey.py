@@ -61,11 +61,12 @@ from colotrain.models.objective import attach_, kept_of
 from colotrain.models.quantized.layers import num_weights
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
+from colotrain.planner.traced.optimizer_trial import why_not_on_stages
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.axes import MeshPlan
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.objectives import GOOD, MARGIN, PADDING_MASK
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import (
     TRANSFORMERS,
@@ -452,6 +453,11 @@ def check_schedule(dotted: str, total: int) -> str | None:
         if not (math.isfinite(factor) and factor >= 0):
             return f"of step {step} it returned {factor:g}"
     return None
+
+
+def check_optimizer(optim: OptimPlan, with_none: bool) -> str | None:
+    """Return why an optimizer of the user's is not the same on pipeline stages, or None."""
+    return why_not_on_stages(optim, with_none=with_none)
 
 
 def wrong_names(named: dict[str, str]) -> list[Problem]:
