@@ -189,7 +189,7 @@ def _larger_groups(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]
     mesh, procs, nodes = plan.mesh, plan.cluster.procs_per_node, plan.cluster.nodes
     for key, sizes in sizes_of_axes(context.stage.survey, plan).items():
         axis, own = key.removeprefix("mesh."), mesh.above_one.get(key, 1)
-        larger = {n: dataclasses.replace(mesh, **{axis: n}) for n in sizes if n > own}
+        larger = {n: dataclasses.replace(mesh, **Changes({axis: n})) for n in sizes if n > own}
         fitting = [n for n, other in larger.items() if procs % other.unit(nodes) == 0]
         groups = [LEAST | {key: n} for n in fitting]
         if groups and context.verdict(groups[-1]) == "yes":
