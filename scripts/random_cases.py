@@ -8,7 +8,8 @@ check of the model or of arithmetic. The rest are faults: a difference, a traceb
 end or hang, a refusal by workers, and a plan that has another value than was asked for.
 
 `--only K…` repeats cases; with `--reduce` settings of a fault are left out one by one, as long as
-it stays one. Ends with 1 if there is a fault.
+it stays one. `--keep FILE.jsonl` adds equal cases to a file, and `--seed FILE.jsonl` repeats those:
+tests/dist/random_cases.jsonl has the gate's. Ends with 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -80,13 +81,17 @@ class Cases:
     seed: str
     folder: Path
     names: Mapping[str, list[str]] = field(init=False)
+    kept: Sequence[Settings] = field(init=False)
+    """The cases of the file that `seed` names, if it names one."""
     launches: int = 0
 
     def __post_init__(self) -> None:
         self.names = write_folder(self.folder)
+        is_file = self.seed.endswith(".jsonl")
+        self.kept = kept_cases(ROOT / self.seed) if is_file else ()
 
     def settings_of(self, number: int) -> Settings:
-        return Drawing(self.seed, number, self.names).case()
+        return self.kept[number] if self.kept else Drawing(self.seed, number, self.names).case()
 
     def outcomes(self, drawn: Mapping[int, Settings]) -> Iterator[Outcome]:
         """Yield what becomes of each case; those of a world size share launches."""
@@ -171,6 +176,19 @@ class Cases:
             if found.kind == FAULT and found.text.split(":")[0] == outcome.text.split(":")[0]:
                 outcome = found
         return outcome
+
+
+def kept_cases(path: Path) -> list[Settings]:
+    """The settings of a file's cases, one on each line."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def keep(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Add to a file the settings of cases that were equal."""
+    with path.open("a", encoding="utf-8") as file:
+        for outcome in outcomes:
+            if outcome.kind == EQUAL:
+                file.write(json.dumps(outcome.settings) + "\n")
 
 
 def _last_lines(folder: Path) -> str:
@@ -264,17 +282,22 @@ def main() -> int:
     )
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--seed", default="0", help="anything, such as a date")
+    parser.add_argument("--seed", default="0", help="anything, such as a date, or a .jsonl")
+    parser.add_argument("--keep", type=Path, help="add cases that were equal to a .jsonl")
     parser.add_argument("--only", nargs="+", type=int, default=[], metavar="K")
     parser.add_argument("--reduce", action="store_true", help="find the fewest settings of a fault")
     parser.add_argument("--json", action="store_true", help="print all outcomes as JSON")
     arguments = parser.parse_args()
-    numbers = arguments.only or range(arguments.first, arguments.first + arguments.cases)
+    first, most = arguments.first, arguments.cases
+    kept_in = arguments.keep and arguments.keep.absolute()
     began = time.monotonic()
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         warm_up()
         with opened(arguments.seed) as cases:
-            outcomes = list(run(cases, numbers, reduce=arguments.reduce))
+            drawn = range(first, min(first + most, len(cases.kept) or first + most))
+            outcomes = list(run(cases, arguments.only or drawn, reduce=arguments.reduce))
+        if kept_in:
+            keep(kept_in, outcomes)
         if arguments.only:
             for outcome in outcomes:
                 print(f"case {outcome.number}: {outcome.kind}: {shown(outcome.settings)}")

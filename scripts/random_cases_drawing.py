@@ -8,6 +8,7 @@ what is asked of `RULES`.
 from __future__ import annotations
 
 import json
+import math
 import random
 import string
 import typing
@@ -28,8 +29,12 @@ from tests.embedders import write_modules
 from tests.masked import LETTERS, NAMES, make_tokenizer
 
 MOST_RANKS, STEPS, BLOCKS, RECORDS = 8, 2, 4, 200
-RATES = {"sgd": 0.1, "lion": 1e-3, "muon": 2e-2}
+ADAGRAD = "torch.optim:Adagrad"
+RATES = {"sgd": 0.1, "lion": 1e-3, "muon": 2e-2, ADAGRAD: 0.1}
 """Learning rates of optimizers; others have 1e-2."""
+ARGS = {ADAGRAD: {"initial_accumulator_value": 0.1}}
+"""Arguments of optimizers. Adagrad's first update is else a sign, even of a gradient that decay has
+cancelled to rounding, and hides a gradient of the wrong size."""
 KEPT_REFUSED = 0.12
 """Share of the cases against a row of `RULES` that stay as they were drawn."""
 Settings = dict[str, Any]
@@ -59,11 +64,13 @@ GPT2 = {
     **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.15},
     **{"bos_token_id": 3, "eos_token_id": 3, "pad_token_id": 0},
 }
+MIXTURE = "mixture"
+"""The model that has experts."""
 DECODERS = {
     "llama": ModelKind("llama", {**GROUPED, "num_key_value_heads": 4}),
     "tied": ModelKind("llama", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ModelKind("qwen3", {**GROUPED, "num_key_value_heads": 4}),
-    "mixture": ModelKind("qwen3_moe", {**GROUPED, **EXPERTS, "num_key_value_heads": 4}),
+    MIXTURE: ModelKind("qwen3_moe", {**GROUPED, **EXPERTS, "num_key_value_heads": 4}),
     "gpt2": ModelKind("gpt2", GPT2),
 }
 ENCODERS = {"bert": ModelKind("bert", {**SIZES, **NO_DROPOUT}, "AutoModelForMaskedLM")}
@@ -221,6 +228,7 @@ class Drawing:
         self._draw_settings()
         if self.random.random() >= KEPT_REFUSED:
             self._obey()
+        self._give_experts()
         self._draw_names()
         return self.settings
 
@@ -237,6 +245,7 @@ class Drawing:
         self.settings["model"] = self.random.choice(self._models())
         self.settings["plugin.name"] = self.random.choice(list(ROWS))
         self._draw_axes()
+        self._give_experts()
         for key, share in (
             ("train.activation_checkpointing", 0.5),
             ("train.compile", 0.03),
@@ -256,7 +265,7 @@ class Drawing:
         if self.settings["model"] != LLM:
             put("model.args.dtype", ["float64", "float64", "bfloat16"], 0.4)
         put("train.grad_clip", [0.1, 0.5], 0.5)
-        put("optim.name", [*OPTIMIZERS, "torch.optim:Adagrad"], 0.7)
+        put("optim.name", [*OPTIMIZERS, ADAGRAD], 0.7)
         put("optim.schedule.name", [*SCHEDULES], 0.3)
         put("optim.schedule.warmup_steps", [1], 0.3)
         put("train.loss", [f"{OWN}:loss"], 0.08)
@@ -266,6 +275,11 @@ class Drawing:
             put("plugin.chunk_size", ["16KiB"], 0.5)
         put("resume", [True], 0.25)
         self.settings["frozen"] = self.random.choice([0, 0, 1, 2, 3])
+
+    def _give_experts(self) -> None:
+        """Take the model with experts where ranks divide them, if the objective is for it."""
+        if f"mesh.{Axis.EP}" in self.settings and MIXTURE in self._models():
+            self.settings["model"] = MIXTURE
 
     def _draw_axes(self) -> None:
         """Draw sizes of axes, of a product that is mostly 2 or 4, and replicas beside them."""
@@ -366,11 +380,10 @@ def model_and_data(settings: Settings) -> Settings:
 
 def arguments_of(settings: Settings, name: str) -> list[str]:
     """The arguments of a command that has these settings."""
-    mesh = [settings.get(f"mesh.{axis}", 1) for axis in axes()]
-    together = 1
-    for size in mesh:
-        together *= size
+    sizes = {axis: settings.get(f"mesh.{axis}", 1) for axis in axes()}
+    together = math.prod(sizes.values())
     replicas = max(1, min(settings["replicas"], MOST_RANKS // together))
+    readers = replicas * sizes[Axis.EP]
     accumulation, micro = settings.get("accumulate.steps", 1), settings.get("train.micro_batch", 1)
     ranks = together * replicas
     optimizer = settings.get("optim.name", "adamw")
@@ -378,11 +391,12 @@ def arguments_of(settings: Settings, name: str) -> list[str]:
         **model_and_data(settings),
         "train.max_steps": STEPS,
         "train.micro_batch": micro,
-        "train.global_batch": replicas * accumulation * micro,
+        "train.global_batch": readers * accumulation * micro,
         "train.eval_steps": 1,
         "cluster.procs_per_node": ranks,
         "optim.lr": RATES.get(optimizer, 1e-2),
         "optim.name": optimizer,
+        **({"optim.args": ARGS[optimizer]} if optimizer in ARGS else {}),
         "checkpoint.every": STEPS if settings.get("resume") else 0,
         "elastic.max_restarts": 0,
         "elastic.hang_timeout_s": 60,

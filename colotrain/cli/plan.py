@@ -15,7 +15,14 @@ from colotrain.errors import DoesNotFit, UsageError
 from colotrain.events.fold import follow
 from colotrain.events.view import summary, unit_of
 from colotrain.planner import offload
-from colotrain.planner.advise import best, every, largest_micro_batch, other_meshes, rank
+from colotrain.planner.advise import (
+    best,
+    every,
+    largest_micro_batch,
+    other_meshes,
+    rank,
+    sizes_of_axes,
+)
 from colotrain.planner.communication import traffic
 from colotrain.planner.context import Option, PlanningContext
 from colotrain.planner.fix_hints import fix_hints
@@ -259,8 +266,10 @@ def _sentences(resolved: ResolvedConfig, options: Sequence[Option], layout: Layo
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
         f"train.activation_checkpointing={found.checkpointing}"
     )
-    if found.mesh != plan.mesh:
-        settings += f" mesh.cp={found.mesh.cp} mesh.tp={found.mesh.tp}"
+    axes, own_axes = found.mesh.above_one, plan.mesh.above_one
+    for key in sizes_of_axes(context.stage.survey, plan):
+        if (size := axes.get(key, 1)) != own_axes.get(key, 1):
+            settings += f" {key}={size}"
     gain = plan.time.step_s / found.time.step_s if found.time.step_s else 0.0
     faster = f", {gain:.2f} times the speed of the plan as it is" if gain > 1.01 else ""
     return [*sentences, f"The fastest of all is {settings}{faster}."]

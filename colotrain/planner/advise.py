@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from colotrain.errors import UsageError
 from colotrain.planner.context import Option, PlanningContext
 from colotrain.planner.layout import Layout, layout_of
+from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import Recompute, RunPlan
 from colotrain.spec.survey import Survey
 
@@ -97,10 +99,17 @@ def largest_micro_batch(
 
 def sizes_of_axes(survey: Survey, plan: RunPlan) -> dict[str, list[int]]:
     """The sizes of each axis that the model allows and a node has ranks for, 1 included."""
-    procs, how = plan.cluster.procs_per_node, survey.divisions
+    procs = plan.cluster.procs_per_node
     sizes = [size for size in range(1, procs + 1) if procs % size == 0]
-    cps = sizes if survey.divides_sequences else [1]
-    return {"mesh.cp": cps, "mesh.tp": [n for n in sizes if n == 1 or (how and how.allows(n))]}
+
+    def dividing(how: Divisions | None) -> list[int]:
+        return [n for n in sizes if n == 1 or (how and how.dims and how.allows(n))]
+
+    return {
+        "mesh.cp": sizes if survey.divides_sequences else [1],
+        "mesh.tp": dividing(survey.divisions),
+        "mesh.ep": dividing(survey.experts),
+    }
 
 
 def other_meshes(context: PlanningContext, plan: RunPlan) -> Iterator[Option]:
@@ -111,13 +120,12 @@ def other_meshes(context: PlanningContext, plan: RunPlan) -> Iterator[Option]:
     smallest micro-batch alone.
     """
     sizes, own = sizes_of_axes(context.stage.survey, plan), plan.mesh
-    products = [(cp, tp) for cp in sizes["mesh.cp"] for tp in sizes["mesh.tp"]]
-    for cp, tp in products:
-        other = replace(own, cp=cp, tp=tp)
+    for cp, tp, ep in itertools.product(*sizes.values()):
+        other = replace(own, cp=cp, tp=tp, ep=ep)
         unit = other.unit(plan.cluster.nodes)
         if other == own or plan.cluster.procs_per_node % unit:
             continue
-        changes = SMALL | {"mesh.cp": cp, "mesh.tp": tp}
+        changes = SMALL | {"mesh.cp": cp, "mesh.tp": tp, "mesh.ep": ep}
         if own.sequence_parallel and tp == 1:
             changes |= {"mesh.sequence_parallel": False}
         made = context.changed_plan(changes)

@@ -181,19 +181,16 @@ def _changes(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
 
 
 def _larger_groups(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
-    """The smallest group of ranks that fits by dividing tokens, and the smallest for matrices.
+    """The smallest group of ranks that fits by dividing tokens; so for matrices, and for experts.
 
     They come last, for such ranks exchange activations inside every layer. Where even the largest
     group does not fit, the others are not traced.
     """
-    sizes, mesh = sizes_of_axes(context.stage.survey, plan), plan.mesh
-    procs, nodes = plan.cluster.procs_per_node, plan.cluster.nodes
-    larger = {
-        "mesh.cp": {n: dataclasses.replace(mesh, cp=n) for n in sizes["mesh.cp"] if n > mesh.cp},
-        "mesh.tp": {n: dataclasses.replace(mesh, tp=n) for n in sizes["mesh.tp"] if n > mesh.tp},
-    }
-    for key, meshes in larger.items():
-        fitting = [n for n, other in meshes.items() if procs % other.unit(nodes) == 0]
+    mesh, procs, nodes = plan.mesh, plan.cluster.procs_per_node, plan.cluster.nodes
+    for key, sizes in sizes_of_axes(context.stage.survey, plan).items():
+        axis, own = key.removeprefix("mesh."), mesh.above_one.get(key, 1)
+        larger = {n: dataclasses.replace(mesh, **Changes({axis: n})) for n in sizes if n > own}
+        fitting = [n for n, other in larger.items() if procs % other.unit(nodes) == 0]
         groups = [LEAST | {key: n} for n in fitting]
         if groups and context.verdict(groups[-1]) == "yes":
             yield next(changes for changes in groups if context.verdict(changes) == "yes")

@@ -9,6 +9,7 @@ code.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import math
@@ -38,6 +39,7 @@ from colotrain.models.loading import begin_training_
 from colotrain.models.objective import attach_, inputs_of, output_of, outputs_alone
 from colotrain.models.outputs import loss_in, metrics_in, pair_in
 from colotrain.spec.plan import FreezePlan, RunPlan
+from colotrain.spec.precisions import PRECISIONS
 from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import (
     BatchNorms,
@@ -88,10 +90,23 @@ def along(plan: RunPlan, reference: Trajectory, found: Trajectory) -> Trajectory
     gradients, rounding becomes a part of a whole step, and the next gradient is that of other
     parameters. So each step's loss and gradients are those of the case's parameters, and each
     update is that of its gradients; the optimizer's state is the reference's own.
+
+    Where parameters are cast to half precision, the rounding of gradients is that of the same
+    computation in half precision: the one in the model's own dtypes, float32, has none of it.
     """
-    rounding = {"gradients": reference.rounding.get("gradients", [])}
-    alone = _train(plan, steps=len(found.losses), dtype=torch.float64, given=found)
-    return replace(alone, rounding=rounding, computed_in=reference.computed_in)
+    follow = functools.partial(_train, plan, steps=len(found.losses), given=found)
+    alone, gradients = follow(dtype=torch.float64), reference.rounding.get("gradients", [])
+    precision = PRECISIONS[plan.train.precision]
+    if precision.is_cast:
+        with contextlib.suppress(RuntimeError):  # an operation that half precision does not have
+            cast = follow(dtype=getattr(torch, precision.dtype))
+            gradients = list(map(_finite_distances, alone.gradients, cast.gradients))
+    return replace(alone, rounding={"gradients": gradients}, computed_in=reference.computed_in)
+
+
+def _finite_distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
+    """Distances, without those of values that overflowed: they explain nothing."""
+    return {name: off for name, off in _distances(wanted, found).items() if math.isfinite(off)}
 
 
 def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
@@ -124,7 +139,7 @@ def _train(
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in module_tree.named_parameters(model)}
     if dtype is not None:
-        _widen_(model)
+        _cast_(model, dtype)
     begin_training_(model)
     serve_signals_(model)
     objective, batches = objective_of(plan, dtype), _Batches(plan, dtype)
@@ -226,7 +241,7 @@ class _Batches:
         self.plan, self.split, self.size = plan, split, plan.batch.global_batch
         drawn, collate = planned_draw_seed(opened, plan), planned_collate(plan.data)
         self.read = functools.partial(read_batch, draw_seed=drawn, collate=collate)
-        self.is_wide = dtype is not None
+        self.dtype = dtype
 
     @functools.cached_property
     def order(self) -> Any:
@@ -235,12 +250,12 @@ class _Batches:
     def of(self, step: int) -> dict[str, Tensor]:
         positions = range(step * self.size, (step + 1) * self.size)
         batch = self.read(self.samples, self.order, positions)
-        return _widened(batch) if self.is_wide else batch
+        return batch if self.dtype is None else _converted(batch, self.dtype)
 
     def unmasked(self, num: int) -> dict[str, Tensor]:
         """The first samples without the reference's masks."""
         batch = self.read(self.samples.samples, self.order, range(num))
-        return _widened(batch) if self.is_wide else batch
+        return batch if self.dtype is None else _converted(batch, self.dtype)
 
 
 def _set_gradients(model: nn.Module, gradients: Tensors) -> None:
@@ -262,17 +277,21 @@ def _update(plan: RunPlan, model: nn.Module, optimizers: Optimizers, step: int) 
         optimizer.step()
 
 
-def _widen_(model: nn.Module) -> None:
-    """Give the model's floating-point tensors the widest precision."""
+def _cast_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the model's floating-point tensors this dtype; complex ones the widest."""
     for tensor in (*module_tree.parameters(model), *module_tree.buffers(model)):
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.data = widened(tensor.data)
+        tensor.data = _in(tensor.data, dtype)
 
 
-def _widened(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with its floating-point tensors in the widest precision."""
-    wide = {n: t for n, t in batch.items() if t.is_floating_point() or t.is_complex()}
-    return batch | {name: widened(tensor) for name, tensor in wide.items()}
+def _converted(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The batch with its floating-point tensors in this dtype, and complex ones in the widest."""
+    return {name: _in(tensor, dtype) for name, tensor in batch.items()}
+
+
+def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return widened(tensor)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _own_mean_loss(model: nn.Module, batch: dict[str, Tensor], ignored: int | None) -> Tensor:

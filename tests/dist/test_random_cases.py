@@ -1,9 +1,12 @@
-"""Sixty cases of the day, drawn over all settings: equal to one process, or refused by a row."""
+"""Cases that were drawn over all settings and seen to be equal to one process still are.
+
+What is drawn anew is for `scripts/random_cases.py` at night: a case that nobody has run yet says
+nothing of the change that is tested.
+"""
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -18,7 +21,8 @@ from colotrain.spec.plugins import ROWS
 from tests.pages import ROOT
 
 pytest.importorskip("transformers")
-FAST, GROUP, NUM = 4, 8, 60
+KEPT = "tests/dist/random_cases.jsonl"
+FAST, GROUP, NUM = 4, 8, len((ROOT / KEPT).read_text("utf-8").splitlines())
 """Cases of the fast test, of each slow one, and of all."""
 FOUND: tuple[dict[str, Any], ...] = (
     {"model": "llm", "plugin.name": "gemini", "optim.name": "muon", "accumulate.steps": 2},
@@ -52,7 +56,7 @@ def script() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def cases(script: ModuleType) -> Iterator[Any]:
-    with script.opened(os.environ["TESTS_DAY"]) as opened:
+    with script.opened(KEPT) as opened:
         yield opened
 
 
@@ -68,7 +72,7 @@ def compare(script: ModuleType, cases: Any, numbers: range) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_some_cases_of_the_day(script: ModuleType, cases: Any) -> None:
+def test_some_kept_cases(script: ModuleType, cases: Any) -> None:
     compare(script, cases, range(FAST))
 
 
@@ -79,12 +83,16 @@ def test_cases_that_were_faults_are_equal(script: ModuleType, cases: Any) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(FAST, NUM, GROUP))
-def test_cases_of_the_day(script: ModuleType, cases: Any, first: int) -> None:
+def test_kept_cases(script: ModuleType, cases: Any, first: int) -> None:
     compare(script, cases, range(first, min(first + GROUP, NUM)))
 
 
 def test_every_plugin_objective_optimizer_and_axis_is_drawn(script: ModuleType, cases: Any) -> None:
-    drawn = [cases.settings_of(number) for number in range(500)]
+    def draw(number: int) -> dict[str, Any]:
+        settings: dict[str, Any] = script.Drawing("0", number, cases.names).case()
+        return settings
+
+    drawn = [draw(number) for number in range(500)]
 
     def values(key: str) -> set[Any]:
         return {settings.get(key) for settings in drawn}
@@ -94,7 +102,23 @@ def test_every_plugin_objective_optimizer_and_axis_is_drawn(script: ModuleType, 
     assert values("optim.name") >= {*OPTIMIZERS} - {"adamw"}
     for axis in importlib.import_module("random_cases_drawing").axes():
         assert values(f"mesh.{axis}") == {None, 2, 4}
-    assert drawn[:20] == [cases.settings_of(number) for number in range(20)]
+    assert drawn[:20] == [draw(number) for number in range(20)]
+    with_experts = [d for d in drawn if "mesh.ep" in d and d.get("train.objective") != "masked"]
+    assert {d["model"] for d in with_experts} == {"mixture"}
+
+
+def test_equal_cases_are_kept_in_a_file(script: ModuleType, tmp_path: Any) -> None:
+    settings = {"model": "llm", "freeze.unfreeze": {1: ["*up.weight"]}}
+    outcomes = [
+        script.Outcome(number=n, settings={**settings, "train.micro_batch": n}, kind=kind)
+        for n, kind in enumerate((script.EQUAL, script.FAULT, script.REFUSED, script.EQUAL))
+    ]
+    for outcome in outcomes:
+        script.keep(tmp_path / "kept.jsonl", [outcome])
+    kept = script.kept_cases(tmp_path / "kept.jsonl")
+    assert [case["train.micro_batch"] for case in kept] == [0, 3]
+    arguments = [script.arguments_of({**case, "replicas": 1}, "kept") for case in kept]
+    assert 'freeze.unfreeze={1: ["*up.weight"]}' in arguments[0]
 
 
 def test_a_fault_is_told_with_the_command_that_repeats_it(

@@ -99,13 +99,21 @@ def divisible(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     return replace(large(model, freeze, seq_len), divisions=how)
 
 
-def test_ranks_that_divide_matrices_are_named_where_nothing_else_helps() -> None:
+def of_experts(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+    how = Divisions(dims={"*": 0}, sizes={"num_experts": 4})
+    return replace(large(model, freeze, seq_len), experts=how)
+
+
+@pytest.mark.parametrize(("key", "survey"), [("mesh.tp", divisible), ("mesh.ep", of_experts)])
+def test_ranks_that_divide_matrices_or_experts_are_named_where_nothing_else_helps(
+    key: str, survey: Any
+) -> None:
     machine, own = replace(SERVER, device_memory_bytes=2200 << 20), ("plugin.name", "zero3")
-    plan, context = resolve(with_values(own), survey=divisible, machine=machine)
+    plan, context = resolve(with_values(own), survey=survey, machine=machine)
     hints = fix_hints(context, plan)
     (changes,) = settings_of(hints.partition("(accumulation")[0])
-    assert ("mesh.tp", 2) in changes, hints
-    made, _ = resolve(with_values(*changes), survey=divisible, machine=machine)
+    assert (key, 2) in changes, hints
+    made, _ = resolve(with_values(*changes), survey=survey, machine=machine)
     assert made.peak.verdict(made.cluster.memory_bytes) == "yes"
     assert "mesh" not in verdict(machine, own)[2]  # a model that cannot be divided
 
@@ -113,16 +121,20 @@ def test_ranks_that_divide_matrices_are_named_where_nothing_else_helps() -> None
 @pytest.mark.parametrize("procs", [1, 4, 8])
 def test_every_other_product_of_axes_that_a_node_holds_is_an_alternative(procs: int) -> None:
     def both(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
-        return replace(divisible(model, freeze, seq_len), divides_sequences=True)
+        experts = Divisions(dims={"*": 0}, sizes={"num_experts": 4})
+        made = divisible(model, freeze, seq_len)
+        return replace(made, divides_sequences=True, experts=experts)
 
-    pairs = (("cluster.procs_per_node", procs), ("train.micro_batch", 2), ("mesh.cp", 1))
-    plan, context = resolve(
-        with_values(*pairs), survey=both, machine=replace(SERVER, num_devices=8)
-    )
-    found = [(option.mesh.cp, option.mesh.tp) for option in other_meshes(context, plan)]
+    own = (("cluster.procs_per_node", procs), ("train.micro_batch", 2), ("mesh.cp", 1))
+    plan, context = resolve(with_values(*own), survey=both, machine=replace(SERVER, num_devices=8))
+    found = [(o.mesh.cp, o.mesh.tp, o.mesh.ep) for o in other_meshes(context, plan)]
     sizes = range(1, procs + 1)
-    expected = {(cp, tp) for cp in sizes for tp in sizes if procs % (cp * tp) == 0 and 64 % tp == 0}
-    assert sorted(found) == sorted(expected - {(1, 1)})
+    pairs = {(cp, tp) for cp in sizes for tp in sizes if procs % (cp * tp) == 0 and 64 % tp == 0}
+    experts = {(1, 1, ep) for ep in (2, 4) if procs % ep == 0}
+    assert {axes for axes in found if axes[2] == 1} == {(*both, 1) for both in pairs - {(1, 1)}}
+    assert {axes for axes in found if axes[2] > 1} >= experts
+    assert len(found) == len(set(found))
+    assert all(4 % ep == 0 and procs % ep == 0 for _, _, ep in found)
     for option in other_meshes(context, plan):
         groups = procs // option.mesh.together
         accumulated = option.layout.micro_batch * option.layout.accumulation_steps
