@@ -17,7 +17,15 @@ UNREACHABLE = ("error sending request", "Failed to fetch", "timed out", "dns err
 def solve(python: str, constraints: Path) -> str:
     """Return why a solver finds no versions for all extras under constraints, or nothing."""
     args = ["pip", "compile", "--quiet", "--all-extras", "--python-version", python]
-    command = [UV, *args, "--output-file", "-", "--constraint", constraints, ROOT / "pyproject.toml"]
+    command = [
+        UV,
+        *args,
+        "--output-file",
+        "-",
+        "--constraint",
+        constraints,
+        ROOT / "pyproject.toml",
+    ]
     solved = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if any(words in solved.stderr for words in UNREACHABLE):
         pytest.skip(f"no package index: {solved.stderr.strip().splitlines()[-1]}")
@@ -43,7 +51,8 @@ def test_versions_that_do_not_fit_are_found(tmp_path: Path) -> None:
 
 def test_each_package_of_pyproject_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(name for extra in extras for name in extra)]
     names = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").open()}
     for requirement in wanted:
         assert requirement.partition(">=")[0].lower() in names, requirement
