@@ -78,11 +78,12 @@ site: $(VENV)/.dev ## build the documentation as a site in site/
 wheel: $(VENV)/.dev ## build dist/colotrain-*.whl
 	$(BIN)/python -m build --wheel --no-isolation
 
-constraints: $(VENV)/.dev ## write what is installed (with torch for CPU) to constraints.txt
-	{ sed -n '/^#/p' constraints.txt; \
-	  $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip --exclude colotrain \
-	  | sed 's/^\(torch==[^+]*\)+.*/\1/'; } > constraints.new
-	mv constraints.new constraints.txt
+constraints: $(VENV)/.dev ## choose versions that fit one another, for all extras and Pythons, and write constraints.txt
+	cp constraints.txt constraints.new
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11.5 --all-extras --no-header --no-annotate \
+	  --output-file constraints.new pyproject.toml
+	{ sed -n '/^#/p' constraints.txt; sed -E '/^(nvidia|cuda|triton)/d' constraints.new; } > constraints.chosen
+	rm constraints.new && mv constraints.chosen constraints.txt
 
 clean: ## remove build outputs and caches (the environment stays: rm -r .venv)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from colotrain.data.prepare.prepared import Note
 from colotrain.data.prepare.vocabulary import DocumentForm
-from colotrain.errors import UsageError
+from colotrain.errors import ConfigError, UsageError
 from colotrain.runs.resolving import plan_from
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.terminal import is_live
+from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_size
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> 
 
     if split not in SPLITS:
         raise UsageError(f"--split={split}: expected one of {', '.join(SPLITS)}")
-    plan = plan_from(overrides, here=False)
+    plan = plan_of_data(overrides)
     with preparation(stderr_console()) as progress:
         document = describe(plan.data, progress)
     index, tokens = sample_tokens(plan.data, sample, seed=plan.train.seed, split=split)  # type: ignore[arg-type]
@@ -47,6 +48,16 @@ def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> 
     console.print(f"samples of {document['seq_len']} tokens: {counts}")
     _print_sample(console, document["sample"], tokens, plan.data.rows)
     return 0
+
+
+def plan_of_data(overrides: list[str]) -> RunPlan:
+    """Return the plan of the arguments; no size of batches is asked for: no data depends on it."""
+    try:
+        return plan_from(overrides, here=False)
+    except ConfigError as error:
+        if ("train.micro_batch", None) not in [(p.key, p.value) for p in error.problems]:
+            raise
+    return plan_from([*overrides, "train.micro_batch=1"], here=False)
 
 
 def _sample_document(index: int, position: int, split: str, tokens: list[Token]) -> dict[str, Any]:

@@ -33,6 +33,20 @@ def inspect_data(
     return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
 
 
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+    settings: Overrides = None,
+    as_json: Json = False,
+) -> int:
+    """Write a recipe with comments, for a model and data.
+
+    Both are looked at: `colotrain new chat model.hf=DIRECTORY data.path=FILE`.
+    """
+    from colotrain.cli.new import new as write
+
+    return write(name, settings or [], as_json=as_json)
+
+
 def import_config(
     file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
     kind: Annotated[
@@ -115,6 +129,7 @@ def audit(
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     app.add_typer(data_app, name="data", no_args_is_help=True)
+    app.command()(new)
     app.command()(import_config)
     app.command()(plot)
     app.command()(profile)

@@ -388,7 +388,12 @@ def main() -> int:
 def guarded(arguments: list[str]) -> int:
     """Run a command line and return its exit code."""
     try:
-        return app(arguments or ["--help"], standalone_mode=False) or 0
+        code = app(arguments or ["--help"], standalone_mode=False) or 0
+        if not arguments:
+            from colotrain.cli.next_steps import next_steps
+
+            sys.stdout.write("Here:\n" + "".join(f"  {line}\n" for line in next_steps()))
+        return code
     except ColotrainError as error:
         for line in error.lines():
             sys.stderr.write(f"{line}\n")

@@ -90,6 +90,16 @@ def recipe_of(overrides: Sequence[str]) -> str | None:
     return names[-1] if names else None
 
 
+def settings_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what the arguments set, from dotted key to value; raise `ConfigError` for others."""
+    version.setbase("1.3")
+    problems = list[Problem]()
+    parsed = list(_parse(overrides, Search.at(Path.cwd()), problems))
+    if problems:
+        raise ConfigError(problems)
+    return {override.key_or_group: override.value() for override in parsed}
+
+
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
     """Return all combinations of comma-separated values: `a=1,2 b=3` is `a=1 b=3` and `a=2 b=3`.
 
