@@ -9,7 +9,7 @@ from typing import Any
 
 from colotrain.cli.data import plan_of_data
 from colotrain.config.compose import settings_of
-from colotrain.config.shipped import GROUPS
+from colotrain.config.shipped import GROUPS, NAMED
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.migrate.recipes import nested
 from colotrain.records import as_argument, as_override
@@ -81,7 +81,7 @@ def new(name: str, words: list[str], *, as_json: bool) -> int:
 
 def _target(name: str) -> Path:
     target = Path("recipes") / f"{name}.yaml"
-    if not name or any(not (c.isalnum() or c in "-_.") for c in name):
+    if not name or any(not (c.isalnum() or c in "-_") for c in name):
         raise UsageError(f"new {name}: expected a name of letters, digits, '-' and '_'")
     if target.exists():
         raise UsageError(f"{target}: exists", "remove it, or choose another name")
@@ -94,14 +94,19 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
     problems = [
         Problem(key=key, value=value, expected="settings of a section, as in model.hf=DIR")
         for key, value in given.items()
-        if key in GROUPS and key != "plugin"
+        if key in GROUPS and key not in NAMED
     ]
     for keys, fix in ((MODELS, "model.hf=DIRECTORY"), (DATA, "data.path=FILE")):
         if not any(given.get(key) for key in keys):
             others = f"or {', '.join(keys[1:])}"
             problems.append(Problem(key=keys[0], expected=f"a value ({others})", fix=f"add {fix}"))
+    if "recipe" in given:
+        expected = "settings alone, which become a recipe"
+        problems.append(Problem(key="recipe", value=given["recipe"], expected=expected))
     if problems:
         raise ConfigError(problems)
+    for group in {key.partition(".")[0] for key in given if "." in key} & set(given):
+        given[f"{group}.name"] = given.pop(group)
     return given
 
 
@@ -109,9 +114,8 @@ def _describe(given: Mapping[str, Any]) -> dict[str, Any]:
     from colotrain.data.read.inspection import describe
     from colotrain.show.progress import preparation
 
-    of_data = ("model", "data", "train")
-    words = [as_override(key, v) for key, v in given.items() if key.partition(".")[0] in of_data]
-    plan = plan_of_data(words)
+    of_data = {**given, "freeze.patterns": []}  # names of parameters are for the plan to judge
+    plan = plan_of_data([as_override(key, value) for key, value in of_data.items()])
     with preparation(stderr_console()) as progress:
         return describe(plan.data, progress)
 

@@ -69,7 +69,7 @@ def expert_divisions(model: nn.Module, plan: ModelPlan) -> Divisions:
 
     Raises `ConfigError` for everything in `mesh.ep_plan` that cannot be right.
     """
-    modules = dict(module_tree.named_modules(model))
+    modules = dict(adapters.own_modules(model))
     if plan.ep_plan:
         problems = list(_problems_of(plan.ep_plan, modules))
         if problems:
@@ -227,13 +227,11 @@ def _exchanged(
     counts = tuple(sent.tolist()), tuple(received.tolist())
     here = torch.where((local >= 0) & (local < num_local), local, -1)
     own_index = shard.all_to_all(here, *counts)
-    own = _Exchange.apply(
-        shard, counts, tokens.index_select(0, token), gates.index_select(0, token)
-    )
+    of_ranks = token.split(counts[0])
+    own = _Exchange.apply(shard, counts, *(_taken(each, of_ranks) for each in (tokens, gates)))
     outputs = _computed(module, forward, own[0], own[1], own_index)
     (outputs,) = _Exchange.apply(shard, counts[::-1], outputs)
-    summed = outputs.new_zeros(tokens.shape).index_add(0, token, outputs)
-    return summed.view(hidden_states.shape)
+    return _put(outputs, of_ranks, len(tokens)).view(hidden_states.shape)
 
 
 def _computed(
@@ -247,17 +245,33 @@ def _computed(
 
     `index` [n, k] is -1 for experts of other ranks.
     """
-    row, column = (index >= 0).nonzero(as_tuple=True)
+    is_own = (index >= 0).T  # [k, n]
+    column, row = is_own.nonzero(as_tuple=True)
     if not len(row):  # other ranks' backward waits for this one's
         used = sum(p[:0].sum() for p in module._parameters.values() if p is not None)
         return tokens + used + gates.sum()
+    rows = row.split(tuple(is_own.sum(1).tolist()))
     each = forward(
-        tokens.index_select(0, row),
-        index[row, column].unsqueeze(1),
-        gates[row, column].unsqueeze(1),
+        _taken(tokens, rows), index[row, column].unsqueeze(1), gates[row, column].unsqueeze(1)
     )
-    each = each.to(tokens.dtype)  # that of ranks without a token, too
-    return each.new_zeros(tokens.shape).index_add(0, row, each)
+    return _put(each.to(tokens.dtype), rows, len(tokens))  # the dtype of ranks without a token, too
+
+
+def _taken(tokens: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """Return the tokens of all of `rows`, one after the other.
+
+    No number comes twice among those of one of `rows`. So no gradients of a token are added in an
+    order that a GPU chooses: ranks of `mesh.tp` that compute the same get the same bits.
+    """
+    return torch.cat([tokens.index_select(0, each) for each in rows])
+
+
+def _put(values: Tensor, rows: Sequence[Tensor], num: int) -> Tensor:
+    """Return [num, d], to whose rows `values` are added in the order of `rows`, as in `_taken`."""
+    summed = values.new_zeros(num, values.shape[-1])
+    for each, part in zip(rows, values.split([len(each) for each in rows]), strict=True):
+        summed = summed.index_add(0, each, part)
+    return summed
 
 
 class _Exchange(torch.autograd.Function):

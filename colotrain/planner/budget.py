@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -196,7 +196,7 @@ def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem
     ]
     top = of_stages[0][1].top
     least = max(least_bytes(sizes, plugin) for sizes, *_ in of_stages)
-    on_disk = max(placement.need["disk"] for _, placement, _ in of_stages)
+    on_disk = [placement.need["disk"] for _, placement, _ in of_stages]
     room = plugin.budget.room(top)
     if room < least and getattr(asked.budget, top) != "auto":
         expected = f"at least {format_size(least)} for the largest group at work"
@@ -208,8 +208,9 @@ def check_room(context: PlanningContext, plugin: PluginPlan) -> Iterator[Problem
         yield from _check_space(plugin.budget, on_disk, scale)
 
 
-def _check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
-    """Problems if `need`, the plan's bytes on disk per rank, exceeds the budget or the space."""
+def _check_space(budget: Budget, needs: Sequence[int], scale: Scale) -> Iterator[Problem]:
+    """Problems if the plan's bytes on disk exceed the budget or the space; `needs`: by stage."""
+    need = max(needs)
     if budget.disk_path is None or need == 0:
         return
     if need > budget.disk_bytes:
@@ -218,7 +219,8 @@ def _check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
         yield Problem(key="plugin.budget.disk", value=budget.disk_bytes, expected=expected, fix=fix)
         return
     free = _free_bytes(RUNS.absolute() / budget.disk_path)
-    whole = need * scale.procs_per_node
+    most = sum(needs) / len(needs) if scale.nodes == 1 else need  # a node may have one stage alone
+    whole = round(most * scale.procs_per_node)
     if whole > free:
         expected = (
             f"a folder with {whole:,} bytes free for {scale.procs_per_node} ranks, not {free:,}"

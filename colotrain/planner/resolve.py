@@ -492,7 +492,8 @@ def check_own_functions(
         key = "optim.schedule.name"
         raise ConfigError([Problem(key=key, value=name, expected=expected, fix=fix)])
     if settings.mesh.pp > 1 and ":" in settings.optim.name:
-        with_none, optim = bool(settings.freeze.patterns), _optim(settings.optim, steps)
+        may_freeze = settings.freeze.patterns, settings.adapter.name, settings.model.target
+        with_none, optim = any(may_freeze), _optim(settings.optim, steps)
         if why := surveys.check_optimizer(optim, with_none=with_none):
             key, value, fix = "optim.name", optim.name, "take another, or set mesh.pp=1"
             expected = f"one that updates each parameter by itself with mesh.pp>1: {why}"

@@ -92,7 +92,9 @@ def along(plan: RunPlan, reference: Trajectory, found: Trajectory) -> Trajectory
     update is that of its gradients; the optimizer's state is the reference's own.
 
     Where parameters are cast to half precision, the rounding of gradients is that of the same
-    computation in half precision: the one in the model's own dtypes, float32, has none of it.
+    computation in half precision: the one in the model's own dtypes, float32, has none of it. No
+    more of it counts than the precision's tolerance: sums over many tokens lose more there than in
+    a run, which adds in float32 and scales its loss, and a wrong gradient must not pass for them.
     """
     follow = functools.partial(_train, plan, steps=len(found.losses), given=found)
     alone, gradients = follow(dtype=torch.float64), reference.rounding.get("gradients", [])
@@ -100,13 +102,15 @@ def along(plan: RunPlan, reference: Trajectory, found: Trajectory) -> Trajectory
     if precision.is_cast:
         with contextlib.suppress(RuntimeError):  # an operation that half precision does not have
             cast = follow(dtype=getattr(torch, precision.dtype))
-            gradients = list(map(_finite_distances, alone.gradients, cast.gradients))
+            bounded = functools.partial(_bounded_distances, share=precision.tolerance)
+            gradients = list(map(bounded, alone.gradients, cast.gradients))
     return replace(alone, rounding={"gradients": gradients}, computed_in=reference.computed_in)
 
 
-def _finite_distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
-    """Distances, without those of values that overflowed: they explain nothing."""
-    return {name: off for name, off in _distances(wanted, found).items() if math.isfinite(off)}
+def _bounded_distances(wanted: Tensors, found: Tensors, *, share: float) -> dict[str, float]:
+    """Distances up to a share of the largest value, without those of values that overflowed."""
+    of_all = _distances(wanted, found).items()
+    return {n: min(off, share * max_abs(wanted[n])) for n, off in of_all if math.isfinite(off)}
 
 
 def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:

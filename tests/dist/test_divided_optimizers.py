@@ -108,6 +108,21 @@ def test_stages_are_updated_as_one_model(name: str, tmp_path: Path) -> None:
     assert result.passed, result.difference
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*SMALL, "mesh.tp=2", "cluster.procs_per_node=4"),
+        pytest.param((*SMALL, "mesh.tp=2", "cluster.procs_per_node=8"), marks=pytest.mark.slow),
+    ],
+    ids=["pp, tp", "dp, pp, tp"],
+)
+def test_parts_of_matrices_are_those_of_a_stage(words: tuple[str, ...], tmp_path: Path) -> None:
+    more = ("optim.lr=0.02", "optim.schedule.name=constant", "train.max_steps=2", "plugin=zero3")
+    named = ("mesh.pp=2", "checkpoint.every=0", f"optim.name={OWN}TrustRatio")
+    (result,) = verify([plan_from([*words, *more, *named])], tmp_path)
+    assert result.passed, result.difference
+
+
 @pytest.mark.slow
 def test_a_run_of_stages_goes_on_with_its_own_optimizer(colotrain: Colotrain) -> None:
     words = (*SMALL, *STEPS[:2], "optim.name=torch.optim:NAdam", "plugin=zero3", "mesh.pp=2")

@@ -80,13 +80,14 @@ class Groups:
         dist.all_reduce(values, group=self[own if len(own) > 1 else own[0]])
 
     def by_matrices(self) -> DeviceMesh:
-        """Return the ranks of the only stage as a mesh in which EP and TP come before DP_SHARD.
+        """Return the ranks of this stage as a mesh in which EP and TP come before DP_SHARD.
 
         So a parameter is divided: into parts of experts or matrices, and each of these into shards.
         """
         axes = [axis for axis in (DP_REPLICATE, EP, TP, DP_SHARD) if axis in self.ranks.sizes]
         sizes = [self.ranks.size(axis) for axis in STAGE]
-        ranks = torch.arange(self.ranks.world).view(sizes).movedim(1, -1)
+        stage = self.ranks.of_stage(self.ranks.coords(self.rank)[PP])
+        ranks = torch.tensor(stage).view(sizes).movedim(1, -1)
         return DeviceMesh.from_group(
             [self[axis] for axis in axes],
             self.device,

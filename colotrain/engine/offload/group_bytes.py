@@ -67,7 +67,8 @@ def estimate_non_model_bytes(
     this first estimate there, so that it must be neither too small nor much too large.
     """
     planned = plan.stage_memory[stage.index] if plan.stage_memory else plan.memory
-    if plan.cluster.device != "cpu" and planned.activations:
+    is_traced = any(memory.activations for memory in plan.stage_memory or (plan.memory,))
+    if plan.cluster.device != "cpu" and is_traced:  # alike on all stages: others sum below
         compute = planned.activations + planned.gathered
         return with_margin(NonModelBytes(compute=compute, update=0))
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0

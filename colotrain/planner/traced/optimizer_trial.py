@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from colotrain.dotted import described
 from colotrain.engine.optim.base import Unsharded
 from colotrain.engine.optim.optimizers import make
-from colotrain.errors import ConfigError
 from colotrain.spec.plan import OptimPlan
 
 SHAPES = ((6, 4), (4,), (3, 5), (5,), (4, 4))
 STAGES = ((0, 1), (2, 3, 4))
 """Positions of the parameters that are tried together."""
-SCALES = (1.0, 1e-4, 1e3, 1.0)
+MATRICES = ((0,), (2, 4))
+SCALES = (1.0, 1e-4, 1e3, 1.0) * 5
 """Size of the gradients of each step: limits on norms hold for some, and not for others."""
 CLOSE = 1e-12
 """Share of a value by which sums in another order may differ in float64."""
@@ -30,17 +30,20 @@ CLOSE = 1e-12
 def why_not_on_stages(plan: OptimPlan, *, with_none: bool) -> str | None:
     """Return why the optimizer `plan.name` would not be the same on stages; None where it would.
 
-    `with_none`: whether a stage may have no trained parameters. Raises `ConfigError` where the
-    optimizer cannot be made at all.
+    `with_none`: whether a stage may have no trained parameters. An optimizer that takes matrices
+    alone is tried on these: with adapters, no other parameters train.
     """
     with torch.random.fork_rng(devices=[]):
+        stages: tuple[tuple[int, ...], ...] = STAGES
         try:
-            together, changed = _train(plan, range(len(SHAPES)))
-            apart = [value for chosen in STAGES for value in _train(plan, chosen)[0]]
+            try:
+                _train(plan, stages[0])
+            except Exception:  # whatever the user's class raises
+                stages = MATRICES
+            together, changed = _train(plan, sorted(sum(stages, ())))
+            apart = [value for chosen in stages for value in _train(plan, chosen)[0]]
             if with_none:
                 _train(plan, ())
-        except ConfigError:
-            raise
         except Exception as error:
             return f"tried on small parameters as those of stages, it raised {described(error)}"
     if changed:

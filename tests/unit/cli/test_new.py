@@ -60,11 +60,20 @@ def test_each_offer_in_its_comments_can_be_taken(folder: Path) -> None:
 def test_what_is_given_is_kept_and_a_file_that_is_there_too(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["plugin.name=zero3", "train.max_steps=7", "optim.lr=0.5", "train.micro_batch=2"]
+    given = [
+        "plugin=zero3",
+        "plugin.reshard=true",
+        "train.max_steps=7",
+        "optim.lr=0.5",
+        "train.micro_batch=2",
+    ]
     assert guarded(["new", "mine", *MODEL, *DATA, *given]) == 0
     path = folder / "recipes/mine.yaml"
     recipe = yaml.safe_load(path.read_text())
-    assert (recipe["plugin"], recipe["optim"]) == ({"name": "zero3"}, {"lr": 0.5})
+    assert (recipe["plugin"], recipe["optim"]) == (
+        {"reshard": True, "name": "zero3"},
+        {"lr": 0.5},
+    )
     assert "epochs" not in recipe["train"]
     before = path.read_text()
     assert guarded(["new", "mine", *MODEL, *DATA]) == 2
@@ -80,6 +89,7 @@ def test_all_that_is_missing_is_told_at_once(
     assert "model.hf=DIRECTORY" in told
     assert "data.path=FILE" in told
     assert guarded(["new", "../chat", *MODEL, *DATA]) == 2
+    assert guarded(["new", "chat.yaml", *MODEL, *DATA]) == 2
     assert guarded(["new", "chat", "recipe=llm-tiny", *MODEL, *DATA]) == 2
     assert not (folder / "recipes").exists()
 

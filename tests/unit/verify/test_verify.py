@@ -100,6 +100,21 @@ def test_rounding_along_a_case_in_half_precision_is_that_of_half_precision() -> 
         assert least * largest <= max(errors.values()) <= most * largest, precision
 
 
+@pytest.mark.parametrize("share", [0.98, 0.0])
+def test_a_wrong_gradient_is_no_rounding_of_half_precision(share: float) -> None:
+    """Sums over 4,096 tokens in float16 are off by more than 2 %, which a run's are not."""
+    many = ["train.precision=fp16", "data.seq_len=64", "train.global_batch=64"]
+    plan = plan_from([*SMALL, *many])
+    found = run_reference(plan, steps=1)
+    wrong = {**found.gradients[0], "embed.weight": share * found.gradients[0]["embed.weight"]}
+    case = replace(found, gradients=[wrong])
+    told = compare(plan, along(plan, found, case), case).difference
+    assert told is not None
+    assert "embed.weight" in told
+    right = compare(plan, along(plan, found, found), found).difference
+    assert right is None
+
+
 def test_a_difference_names_what_makes_samples_depend_on_one_another() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
