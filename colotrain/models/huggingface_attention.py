@@ -19,6 +19,7 @@ from colotrain.models.context_parallel import (
     whole_output,
 )
 from colotrain.models.facts import facts_of
+from colotrain.models.huggingface_images import modules_of_images
 
 CHANGES = ("s_aux", "softcap", "position_bias", "indices")
 """Arguments of attention that change its result and that `attend` does not know."""
@@ -36,8 +37,12 @@ def allow_division_(model: nn.Module, config: Any) -> None:
     """
     is_image_text = config.get_text_config() is not config
     against = why_whole(config.get_text_config(), sees_all=facts_of(model).sees_all)
-    if is_image_text and IMAGES_SEE_THEMSELVES in inspect.signature(type(model).forward).parameters:
+    sees = IMAGES_SEE_THEMSELVES in inspect.signature(type(model).forward).parameters
+    sees |= hasattr(config.get_text_config(), "use_bidirectional_attention")
+    if is_image_text and sees:
         against = "the tokens of an image see one another"
+    elif is_image_text and not modules_of_images(model):
+        against = "it reads more than texts, and not as an image-text model"
     facts_of(model).whole_sequences = against
     if not against:
         setattr(model, ATTRIBUTE, None)
@@ -94,6 +99,8 @@ def why_whole(config: Any, *, sees_all: bool = False) -> str:
     sees_later = getattr(text, "use_bidirectional_attention", False)
     if not sees_all and (sees_later or not getattr(text, "is_causal", True)):
         return "attention is not causal"
+    if getattr(text, "layerdrop", 0):
+        return "layers are left out at random (layerdrop)"
     if getattr(text, "output_router_logits", False):
         return "the routers' auxiliary loss is of whole samples (output_router_logits)"
     return ""

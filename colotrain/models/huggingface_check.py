@@ -79,14 +79,16 @@ class Threads:
 
     def run(self, function: Callable[[int], None]) -> None:
         """Call `function(rank)` in a thread for each rank; raise `Raised` by the first of them."""
-        raised: list[Raised] = []
+        raised, waited = list[Raised](), list[Raised]()
 
         def call(rank: int) -> None:
             try:
                 function(rank)
+            except threading.BrokenBarrierError as error:
+                waited.append(Raised(rank, error))
+                self.barrier.abort()
             except Exception as error:  # whatever a model raises about its tensors
-                if not isinstance(error, threading.BrokenBarrierError):
-                    raised.append(Raised(rank, error))
+                raised.append(Raised(rank, error))
                 self.barrier.abort()
 
         threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
@@ -94,8 +96,8 @@ class Threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if raised:
-            raise raised[0]
+        for each in (*raised, *waited):  # one that waited in vain tells less than another's error
+            raise each
 
 
 @dataclass(slots=True)
@@ -184,11 +186,13 @@ def why_matrices_differ(
             return f"{missing} has no counterpart in the small copy"
         batch = _batch(divided, predicts_next)
         whole = _whole(plain, batch)
-        for ranks in range(2, MOST_RANKS + 1):
-            if how.allows(ranks):
-                compare = functools.partial(_compare_matrices, divided, how, by_tokens)
-                if found := compare(ranks, batch, whole):
-                    return found
+        sizes = [ranks for ranks in range(2, MOST_RANKS + 1) if how.allows(ranks)]
+        if not sizes:
+            return "no number of ranks divides its small copy"
+        for ranks in sizes:
+            compare = functools.partial(_compare_matrices, divided, how, by_tokens)
+            if found := compare(ranks, batch, whole):
+                return found
     except ColotrainError as error:
         return error.problem
     return ""
@@ -362,7 +366,10 @@ def _outcome(
             threads.run(compute)
     except Raised as error:
         inside = found[error.rank].inside
-        raised = f"{inside[-1] if inside else 'the model'} raised {_first_line(error.error)}"
+        what = f"raised {_first_line(error.error)}"
+        if isinstance(error.error, threading.BrokenBarrierError):
+            what = "waits for ranks that exchange something else"
+        raised = f"{inside[-1] if inside else 'the model'} {what}"
     if not raised and not any(differing):
         return ""
     for rank, watched in enumerate(found):
@@ -402,7 +409,8 @@ def _kinds(
     """Yield the modules' names, and what they are: place within the layers, class and style."""
     decoder, prefix = model.get_decoder() if of_decoder else model, ""
     if of_decoder:
-        prefix = next(n for n, m in module_tree.named_modules(model) if m is decoder) + "."
+        name = next(n for n, m in module_tree.named_modules(model) if m is decoder)
+        prefix = f"{name}." if name else ""
     for name, module in module_tree.named_modules(decoder):
         style = next((s for g, s in how.styles.items() if fnmatchcase(prefix + name, g)), "")
         place = re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -61,7 +61,11 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
     dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
     if dropout:
         return Divisions(against=f"attention_dropout={dropout} would differ from one process")
-    modules = dict(module_tree.named_modules(model))
+    images = tuple(f"{name}." for name in modules_of_images(model))
+    if config.get_text_config() is not config and not images:
+        return Divisions(against="it reads more than texts, and not as an image-text model")
+    named = module_tree.named_modules(model)
+    modules = {n: m for n, m in named if not f"{n}.".startswith(images or "\0")}
     plan = _own_plan(model) or plan_by_shapes(model)
     # a plan is of all models of a type: dense layers and experts, say
     held = _gathering_packed({g: s for g, s in plan.items() if fnmatch.filter(modules, g)})
@@ -107,7 +111,7 @@ def plan_by_shapes(model: Any) -> dict[str, str]:
     plan: dict[str, str] = {}
     images = tuple(f"{name}." for name in modules_of_images(model))
     for name, parent in module_tree.named_modules(model):
-        if name.startswith(images):
+        if images and name.startswith(images):
             continue
         children = module_tree.named_children(parent)
         linears = {f"{name}.{key}": c for key, c in children if type(c) is nn.Linear}

@@ -55,6 +55,7 @@ def survey_model(
     axes += _check_tensor_parallel(settings, model, found)
     axes += _check_expert_parallel(settings, model, found)
     axes += _check_compiled(settings)
+    axes += _check_images_on_stages(settings, found)
     axes += _check_tokens(settings, model, found)
     if not axes and model.hf is not None:
         axes += _check_equality(settings, model, surveys)
@@ -252,6 +253,15 @@ def _check_equality(settings: Config, model: ModelPlan, surveys: ModelSurveys) -
             page = "context" if key == "mesh.cp" else "tensor"
             fix = f"docs/{page}-parallel.md says how models are compared"
             yield Problem(key=key, value=value, expected=expected, fix=fix)
+
+
+def _check_images_on_stages(settings: Config, survey: Survey) -> Iterator[Problem]:
+    """Problem of interleaved stages beside images of a dataset of the user's own."""
+    mesh, of_images = settings.mesh, settings.data.target and survey.of_images
+    if mesh.pp > 1 and mesh.pp_schedule == "interleaved" and of_images:
+        expected = "1f1b with samples of your own for a model that reads images"
+        value, fix = mesh.pp_schedule, "set mesh.pp_schedule=1f1b"
+        yield Problem(key="mesh.pp_schedule", value=value, expected=expected, fix=fix)
 
 
 def _check_expert_parallel(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:

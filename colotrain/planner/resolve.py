@@ -492,7 +492,7 @@ def check_own_functions(
         key = "optim.schedule.name"
         raise ConfigError([Problem(key=key, value=name, expected=expected, fix=fix)])
     if settings.mesh.pp > 1 and ":" in settings.optim.name:
-        may_freeze = settings.freeze.patterns, settings.adapter.name, settings.model.target
+        may_freeze = settings.freeze.patterns, settings.adapter.name
         with_none, optim = any(may_freeze), _optim(settings.optim, steps)
         if why := surveys.check_optimizer(optim, with_none=with_none):
             key, value, fix = "optim.name", optim.name, "take another, or set mesh.pp=1"
