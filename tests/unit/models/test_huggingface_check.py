@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from colotrain.models import huggingface_attention, huggingface_tensors, tensor_parallel_styles
+from colotrain.models import (
+    huggingface_attention,
+    huggingface_check,
+    huggingface_tensors,
+    tensor_parallel_styles,
+)
 from colotrain.models.context_parallel import SequenceShard
 from colotrain.models.facts import facts_of
 from colotrain.models.huggingface import let_divide_samples_, let_predict_next_
@@ -228,3 +233,20 @@ def test_a_type_without_a_plan_gets_one_by_shapes() -> None:
         "transformer.h.*.mlp.dense_h_to_4h": "colwise",
         "transformer.h.*.mlp.dense_4h_to_h": "rowwise",
     }
+
+
+def test_ranks_that_exchange_different_things_are_no_agreement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A type whose ranks call other collectives would hang: one waits here, too, and says so."""
+    monkeypatch.setattr(huggingface_check, "WAIT_S", 0.3)
+    threads = huggingface_check.Threads(2)
+
+    def compute(rank: int) -> None:
+        for _ in range(1 + rank):
+            threads.all_gather(rank, torch.empty(2), torch.ones(1))
+
+    nothing = huggingface_check.Whole(0.0, {}, {}, 0.0, None)
+    found = [huggingface_check.Watched() for _ in range(2)]
+    told = huggingface_check._outcome(threads, compute, found, ["", ""], nothing, lambda _, t: t)
+    assert "waits for ranks that exchange something else" in told
