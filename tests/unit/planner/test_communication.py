@@ -9,7 +9,8 @@ import pytest
 from colotrain.planner.communication import OwnedMatrices, Traffic, owned_matrices
 from colotrain.planner.communication import traffic as traffic_of
 from colotrain.planner.layout import layout_of
-from colotrain.spec.divisions import SUM_BYTES
+from colotrain.spec.axes import EP
+from colotrain.spec.divisions import SUM_BYTES, Divisions
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
@@ -120,7 +121,8 @@ def test_ranks_that_divide_experts_sum_the_gradients_of_all_others_once_a_step()
     alone = layout_of(plugin("zero3", (2,)), batch(3), optim=OPTIM)
     first, second, *others, head = survey("b.1").parameters
     divided = replace(first, divided_shape=(32, 8))
-    model = replace(survey(), parameters=(divided, second, *others, head))
+    parameters, experts = (divided, second, *others, head), Divisions(axis=EP, dims={first.name: 0})
+    model = replace(survey(), parameters=parameters, experts=experts)
     found, other = (traffic_of(layout, model) for layout in (replace(alone, expert_ranks=4), alone))
     dense = (2 * 64 + 32) * 4 // 2  # a rank's shard; one block has experts, one is frozen
     assert found.bytes_per_step - other.bytes_per_step == 2 * 3 * dense // 4
