@@ -148,7 +148,8 @@ def compare(
     if optimizer.orthogonalizes:
         tolerance = replace(tolerance, update=TURNS)
     if isinstance(plan.model.objective, EmbedPlan):
-        tolerance = replace(tolerance, terms=plan.model.objective.scale)
+        scale = max(1.0, plan.model.objective.scale)  # exponentials magnify rounding as much
+        tolerance = replace(tolerance, terms=scale, gradient=tolerance.gradient * scale)
     check = _Check(reference, found, step_size=plan.optim.lr)
     check.parameters(0, tolerance)
     for step in range(len(reference.losses)):
